@@ -178,7 +178,7 @@ fn prompts_are_answered_at_once_and_as_alone() {
         }
         let batch = &all[6]["batch"];
         assert_eq!(batch["parallel"].as_u64().unwrap().to_string(), parallel);
-        assert!(batch["at_once"].as_u64() <= batch["parallel"].as_u64(), "{batch}");
+        assert!(batch["at_once"].as_u64().unwrap() <= batch["parallel"].as_u64().unwrap(), "{batch}");
         let tokens: usize = all.iter().map(|one| one["tokens"].as_array().unwrap().len()).sum();
         assert_eq!((batch["tokens"].as_u64().unwrap() as usize, batch["waits"].as_u64()), (tokens, Some(0)));
         assert!(batch["tokens_per_second"].as_f64().unwrap() > 0.0);
@@ -213,7 +213,7 @@ fn guesses_change_no_token_and_are_refused_where_they_cannot_be() {
             assert_eq!(by_itself["acceptance_rate"], 1.0);
         }
         let planned = |of: &Value| of["memory"]["planned_bytes"].as_u64().unwrap();
-        assert!(planned(&by_itself) > planned(&plain) / 2);
+        assert!(planned(&by_itself) > planned(&plain));
     }
     // A conversation is the same, too.
     let turns = |more: &[&str]| -> Vec<Value> {

@@ -28,6 +28,8 @@ pub struct Batch<'a> {
     decoder: Decoder<'a>,
     context: usize,
     sequences: usize,
+    /// Tokens of a sequence in a pass at most.
+    pass_tokens: usize,
     vocabulary: usize,
 }
 
@@ -85,6 +87,7 @@ impl<'a> Batch<'a> {
             decoder,
             context: number(settings.context),
             sequences: number(settings.sequences.max(1)),
+            pass_tokens: number(settings.prompt_chunk_tokens.max(1)),
             vocabulary: number(vocabulary).max(1),
         }
     }
@@ -209,8 +212,8 @@ impl<'a> Batch<'a> {
         }
         let tokens = &own.answer.out.tokens;
         let Some((last, before)) = tokens.split_last() else { return Err(GenerateError::NoLogits) };
-        // A pass has no more rows than was planned.
-        for pass in before.chunks(self.sequences) {
+        // A pass has no more rows than was planned, nor more tokens of a sequence than its windows have room for.
+        for pass in before.chunks(self.sequences.min(self.pass_tokens)) {
             self.decoder.decode(&[(place, pass)])?;
         }
         let last = *last;

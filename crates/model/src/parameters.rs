@@ -544,8 +544,8 @@ impl ModelSpec {
     /// What the `rank`-th of so many ranks has of the model that have different experts, and all else alike.
     pub fn share_of_experts(&self, rank: u64, ranks: u64) -> ModelSpec {
         let mut spec = self.clone();
-        let count = spec.experts.as_ref().map_or(0, |experts| experts.count / ranks.max(1));
-        spec.part.experts = Some((rank * count, (rank + 1) * count));
+        let count = spec.experts.as_ref().map(|experts| experts.count / ranks.max(1));
+        spec.part.experts = count.map(|count| (rank * count, (rank + 1) * count));
         spec
     }
 

@@ -143,6 +143,14 @@ impl PackedRows {
             at..at + each
         })
     }
+
+    /// Gives the pages that some of these rows lie within back to the system, where rows are stored as they are.
+    fn release(&self, files: &[FileMap], rows: Range<u64>) {
+        let at = |row: u64| self.first + row as usize * self.step.max(1);
+        if let Some(last) = rows.end.checked_sub(1) {
+            self.matrix.release_rows(files, at(rows.start)..at(last) + 1);
+        }
+    }
 }
 
 impl StoredAt {

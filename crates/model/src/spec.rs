@@ -519,8 +519,8 @@ impl ExpertsSpec {
             if self.total() > MAX_EXPERTS {
                 return fail("num_experts", format_args!("{} in all are beyond any model", self.total()));
             }
-            if !(tau.is_finite() && tau > 0.0) {
-                return fail("moe_tau", format_args!("{tau} is not positive"));
+            if !(tau > 0.0 && tau <= 1000.0) {
+                return fail("moe_tau", format_args!("{tau} is not positive, or beyond any use"));
             }
             if self.router.groups.is_some() {
                 return fail("n_group", format_args!("experts without matrices stand in no groups"));
@@ -699,7 +699,9 @@ impl ModelSpec {
             }
         }
         if let Activation::ClampedSwiglu { alpha, limit } = self.mlp.activation {
-            if !(alpha.is_finite() && limit.is_finite() && limit > 0.0) {
+            // They are computed with in f32.
+            let (narrow_alpha, narrow_limit) = (alpha as f32, limit as f32);
+            if !(narrow_alpha.is_finite() && narrow_limit.is_finite() && narrow_limit > 0.0) {
                 return fail("swiglu_limit", format_args!("{limit} with swiglu_alpha {alpha} is no limit"));
             }
             if !self.mlp.gated {

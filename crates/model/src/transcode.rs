@@ -1,6 +1,7 @@
 //! A model from one format or type to another, a few rows at a time, so that memory does not grow with the model; with an
 //! adapter merged into it on the way, where the rows come from [`Adapter::merged`](crate::Adapter::merged).
 
+mod folder;
 mod mxfp4;
 mod packed;
 

@@ -35,6 +35,8 @@ const FILLED: usize = 3;
 pub struct Division {
     /// Ranks that take other micro-batches.
     pub data_parallel: u32,
+    /// Of these, so many have different experts.
+    pub expert_parallel: u32,
     /// Ranks that have parts of the same sequences.
     pub context_parallel: u32,
     /// Stages of layers.
@@ -318,9 +320,10 @@ impl Among<'_> {
     }
 
     fn division(&self, choice: &Choice) -> Division {
-        let Mesh { data, context, pipeline, tensor, .. } = choice.settings.ranks.mesh;
+        let Mesh { data, expert, context, pipeline, tensor } = choice.settings.ranks.mesh;
         Division {
             data_parallel: data,
+            expert_parallel: expert,
             context_parallel: context,
             pipeline_parallel: pipeline,
             tensor_parallel: tensor,

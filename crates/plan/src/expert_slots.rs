@@ -43,7 +43,7 @@ pub(crate) fn fewest(spec: &ModelSpec, settings: StepSettings, before: u32) -> S
 
 impl Search<'_> {
     /// The same step with as many slots as there is room for, up to the experts of a layer: all micro-batches of a pass then share what
-    /// is read, and so do the products of a layer that is computed again. More would be of use in another layer at most.
+    /// is read, and so do the products of a layer that is computed again. Where there is room for more, layers may stay whole.
     pub(crate) fn with_slots(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
         let Some(experts) = self.runs.spec.experts.as_ref() else { return Ok(choice) };
         let said = self.config.memory.expert_slots() != Auto::Auto;
@@ -75,6 +75,13 @@ impl Search<'_> {
         }
         Ok(found)
     }
+
+    /// Whether a step has slots for all experts of a layer, and nobody has said how many.
+    pub(crate) fn has_slots_to_spare(&self, choice: &Choice) -> bool {
+        let count = self.runs.spec.experts.as_ref().map_or(u64::MAX, |experts| experts.count);
+        let open = self.config.memory.expert_slots() == Auto::Auto;
+        open && u64::from(choice.settings.expert_slots) >= count
+    }
 }
 
 /// What a step reads of experts that come by themselves.
@@ -97,8 +104,12 @@ impl ExpertReads {
         if settings.expert_slots == 0 || !settings.experts_can_come(spec) {
             return None;
         }
-        let tokens = settings.chunk_tokens().unwrap_or(settings.batch_size * settings.own_tokens());
-        let tokens = settings.mlp_chunk_tokens.map_or(tokens, |chunk| chunk.min(tokens));
+        let all = settings.chunk_tokens().unwrap_or(settings.batch_size * settings.own_tokens());
+        let tokens = match u64::from(settings.expert_slots) >= experts.count {
+            // What is read once, all tokens of a pass share.
+            true => all.saturating_mul(settings.micro_batches_per_pass),
+            false => settings.mlp_chunk_tokens.map_or(all, |chunk| chunk.min(all)),
+        };
         let worst_bytes = choice.dry_run.moved.experts;
         let even_bytes = (worst_bytes as f64 * share_of_used(experts, tokens)) as u64;
         let experts = of_use(spec).map_or(0, |slots| u64::from(*slots.end()));

@@ -105,9 +105,24 @@ impl Search<'_> {
         self.filled_to(choice, self.limits.target_bytes)
     }
 
-    /// The same up to `room`: kind by kind, first the one that spares most waiting for a byte of memory; all of it, or that
-    /// of as many layers as there is room for.
+    /// The same up to `room`. Where more experts could come by themselves than a layer has, some layers may as well stay whole: the
+    /// faster of the two.
     fn filled_to(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
+        let filled = self.filled_by_kind(choice.clone(), room)?;
+        if !self.has_slots_to_spare(&filled) {
+            return Ok(filled);
+        }
+        let whole = self.again(&choice, StepSettings { expert_slots: 0, ..choice.settings.clone() })?;
+        if !self.fits(&whole, room) {
+            return Ok(filled);
+        }
+        let whole = self.filled_by_kind(whole, room)?;
+        Ok(if whole.time.step_seconds < filled.time.step_seconds { whole } else { filled })
+    }
+
+    /// Kind by kind, first the one that spares most waiting for a byte of memory; all of it, or that of as many layers as there is room
+    /// for.
+    fn filled_by_kind(&self, choice: Choice, room: u64) -> Result<Choice, StepError> {
         let away = |kind: &TensorKind| {
             kind.is_open(&self.config.memory) && kind.tier(choice.settings.offload) != Tier::Device
         };

@@ -109,7 +109,7 @@ impl Technique {
                 &["memory.offload.activations", "memory.kept_layers.activations"]
             }
             Technique::Offload(TensorKind::Parameters) => {
-                &["memory.offload.parameters", "memory.kept_layers.parameters"]
+                &["memory.offload.parameters", "memory.kept_layers.parameters", "memory.expert_slots"]
             }
             Technique::Together => &["training.micro_batches_per_pass"],
             Technique::Overlap => &["parallel.overlap_communication"],
@@ -259,7 +259,13 @@ impl<'a> Techniques<'a> {
             Technique::Offload(kind) => {
                 let (tier, kept) = (kind.tier(step.offload), kind.kept(step.kept_layers));
                 let but = if kept > 0 { format!(" but for {kept} layers") } else { String::new() };
-                format!("{} on the {tier}{but}", kind.words())
+                let come = match step.expert_slots {
+                    slots if slots > 0 && kind == TensorKind::Parameters => {
+                        format!(", {slots} experts in memory at a time")
+                    }
+                    _ => String::new(),
+                };
+                format!("{} on the {tier}{but}{come}", kind.words())
             }
             Technique::Together => format!("{} micro-batches in a pass", step.micro_batches_per_pass),
             Technique::Overlap => "exchanges behind the computation".to_owned(),

@@ -41,8 +41,9 @@ pub struct ZeroRow {
 impl TrainingPlan {
     /// The step of the plan with several numbers of data parallel ranks, in each stage. Each rank takes the micro-batches of the plan.
     pub fn zero_table(&self) -> Result<Vec<ZeroRow>, StepError> {
-        let own = self.choice.settings.ranks.mesh.data;
-        let mut counts: Vec<u32> = RANKS.into_iter().chain([own]).collect();
+        let Mesh { data: own, expert, .. } = self.choice.settings.ranks.mesh;
+        let groups = |count: &u32| count.is_multiple_of(expert.max(1));
+        let mut counts: Vec<u32> = RANKS.into_iter().chain([own]).filter(groups).collect();
         counts.sort_unstable();
         counts.dedup();
         let mut rows = Vec::new();
@@ -87,9 +88,9 @@ impl TrainingPlan {
 
     /// Rajbhandari et al. 2020, section 3: weights and gradients of their types and K bytes of states a parameter, the shares of
     /// which are so many of the ranks that hold the same. Stages of a pipeline and ranks that share products have as many parameters
-    /// each.
+    /// each, and ranks with different experts as many of these.
     fn by_the_paper(&self, stage: ZeroStage, mesh: Mesh) -> u64 {
-        let StepSettings { precision, .. } = &self.choice.settings;
+        let StepSettings { precision, method, .. } = &self.choice.settings;
         let (parameters, ranks) = (self.trainable_parameters() as f64, mesh.replicas());
         let bytes = |dtype: plimsoll_device::DType| dtype.bytes_for(1).unwrap_or(0) as f64;
         let master = if precision.master_weights { 4.0 } else { 0.0 };
@@ -101,7 +102,11 @@ impl TrainingPlan {
             gradients / shared(ZeroStage::Gradients),
             states / shared(ZeroStage::States),
         ];
-        let parts = f64::from(mesh.pipeline.max(1)) * f64::from(mesh.tensor.max(1));
-        (parameters / parts * each.iter().sum::<f64>()) as u64
+        let trained = method.trained(&self.spec);
+        let of_experts =
+            trained.iter().filter(|p| p.is_of_experts()).map(|p| p.elements()).sum::<u64>() as f64;
+        let own =
+            (parameters - of_experts) / f64::from(mesh.tensor.max(1)) + of_experts / f64::from(mesh.parts());
+        (own / f64::from(mesh.pipeline.max(1)) * each.iter().sum::<f64>()) as u64
     }
 }

@@ -124,8 +124,14 @@ fn known(run: &Run) -> Result<(), EstimateError> {
         Phase::Train | Phase::Load => 0,
     };
     let model = &run.model;
-    let widest =
-        model.vocab_size.max(4 * model.mlp.intermediate_size).max(model.q_size()).max(model.hidden_size);
+    // Of what a token goes through in all of its experts together.
+    let of_experts = model.experts.as_ref().map_or(0, |experts| {
+        let widest = (2 * experts.intermediate_size).max(model.hidden_size).max(2 * experts.count);
+        experts.per_token.saturating_mul(widest)
+    });
+    let widest = [4 * model.mlp.intermediate_size, model.q_size(), model.hidden_size, of_experts]
+        .into_iter()
+        .fold(model.vocab_size, u64::max);
     let length = u128::from(run.sequence) + u128::from(generated);
     let row = u128::from(widest).max(length.saturating_mul(u128::from(model.attention.heads)));
     let batch = run.batch.max(run.eval_batch.unwrap_or(0));
@@ -141,6 +147,10 @@ fn known(run: &Run) -> Result<(), EstimateError> {
     }
     if model.experts.is_some() && matches!(run.stack, Stack::Torchtune | Stack::Unsloth) {
         return unknown("experts in torchtune or Unsloth");
+    }
+    let without = model.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some());
+    if without || matches!(model.architecture.as_str(), "gpt_oss" | "plimsoll_moe") {
+        return unknown(&format!("{} models", model.architecture));
     }
     let dora = run.adapter.as_ref().is_some_and(|adapter| adapter.dora);
     if dora && !matches!(run.stack, Stack::Plain | Stack::Transformers) {

@@ -257,6 +257,15 @@ fn what_has_no_tokens_or_too_many_is_refused() {
     assert!(estimate(&run).is_err());
 }
 
+/// Experts of kinds that no library has, or that are computed in another way than those that were recorded.
+#[test]
+fn experts_without_a_program_are_refused() {
+    let mut run = run("llama-bf16-full-sdpa-off");
+    run.model = plimsoll_model::catalogue::find("gpt-oss-20b").unwrap();
+    let error = estimate(&run).unwrap_err().to_string();
+    assert!(error.contains("gpt_oss"), "{error}");
+}
+
 #[test]
 fn eight_bit_weights_take_a_byte_each() {
     let mut run = run("llama-bf16-qlora-sdpa-off");

@@ -217,6 +217,8 @@ impl<'a> Decoder<'a> {
                 return Err(self.no_such(*sequence));
             }
         }
+        let lengths = runs.iter().map(|(own, tokens)| (*own, self.length(*own) + tokens.len() as u64));
+        self.cache.check_pages(lengths)?;
         let singles: Vec<(u32, u32)> = runs
             .iter()
             .flat_map(|(sequence, tokens)| tokens.iter().map(|token| (*sequence, *token)))

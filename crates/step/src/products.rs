@@ -88,10 +88,15 @@ impl<'a> Products<'a> {
     ) -> Result<Tensor, StepError> {
         let own = self.own_rows(x)?;
         let out = device.alloc(x.dtype(), own.shape().dims(), Tag::Activations, name)?;
-        let missing = StepError::Invariant { what: "a rank has no rows of a sum" };
-        let sum = self.add_up(device, &self.shares(x), Collective::ReduceScatter)?.ok_or(missing)?;
+        let sum = self.own_sum(device, x)?;
         device.run(Elementwise::Cast { x: &sum, out: &out, rounding: Rounding::Nearest })?;
         Ok(out)
+    }
+
+    /// The same where the sum happens to be: in x, or in what was received.
+    pub fn own_sum(&self, device: &dyn Device, x: &Tensor) -> Result<Tensor, StepError> {
+        let missing = StepError::Invariant { what: "a rank has no rows of a sum" };
+        self.add_up(device, &self.shares(x), Collective::ReduceScatter)?.ok_or(missing)
     }
 
     /// The rows of all ranks, of which x has this one's.

@@ -60,17 +60,18 @@ impl Routes {
         self.choices.borrow().get(&layer).cloned()
     }
 
-    /// Keeps the first choice of a layer, made from these logits, for the backward pass.
+    /// Keeps the first choice of a layer, made from these logits, for the backward pass, if there is to be one.
     pub fn keep(
         &self,
         device: &dyn Device,
         layer: u32,
         logits: &Tensor,
         choice: &Tensor,
-    ) -> Result<(), StepError> {
-        let Some(training) = &self.training else { return Ok(()) };
+    ) -> Result<bool, StepError> {
+        let Some(training) = &self.training else { return Ok(false) };
         self.choices.borrow_mut().insert(layer, choice.clone());
-        training.losses.as_ref().map_or(Ok(()), |losses| losses.add(device, logits, choice))
+        training.losses.as_ref().map_or(Ok(()), |losses| losses.add(device, logits, choice))?;
+        Ok(true)
     }
 
     /// The logits of a layer, where they are kept.

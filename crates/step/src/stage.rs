@@ -411,7 +411,10 @@ fn cut(spec: &ModelSpec, method: &TrainingMethod, place: Place) -> (ModelSpec, T
         in_files: own_of(&adapters.in_files, &blocks, copied),
     };
     // Files hold whole matrices, and stacks of all experts.
-    let is_cut = |role: Role| role.is_expert_part() || Split::of(role) != Split::Whole;
+    let is_cut = |role: Role| match sharing {
+        LayerParts::Experts => role.is_expert_part(),
+        LayerParts::Products { .. } => role.is_expert_part() || Split::of(role) != Split::Whole,
+    };
     adapters.in_files.retain(|(_, role), _| tensors <= 1 || !is_cut(*role));
     (own, TrainingMethod::Adapters(Arc::new(adapters)))
 }

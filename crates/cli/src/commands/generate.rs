@@ -95,6 +95,10 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
     if leads && plan.settings.context < context as u64 {
         eprintln!("memory allows a context of {} tokens instead of {context}", plan.settings.context);
     }
+    let wanted = args.parallel.unwrap_or(0).min((prompts.len() as u64).saturating_mul(args.samples));
+    if leads && plan.settings.sequences < wanted {
+        eprintln!("memory allows {} answers at once instead of {wanted}", plan.settings.sequences);
+    }
     let device = model.device(&engine, &plan)?;
     if at_once {
         let (batch, streaming) = model.batch_of(ranks, &*device, &plan)?;

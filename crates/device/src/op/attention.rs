@@ -192,10 +192,14 @@ impl<'a> Family<'a> for Attention<'a> {
             }
             Attention::WriteRows { x, cache, rows, head_dim } => {
                 let heads = x.columns() / head_dim.max(1);
-                let mut sorted = rows.to_vec();
-                sorted.sort_unstable();
-                let fit = sorted.windows(2).all(|pair| pair[0] < pair[1])
-                    && sorted.last().is_none_or(|last| u64::from(*last) < cache.rows());
+                let ascend = |rows: &[u32]| rows.is_sorted_by(|a, b| a < b);
+                // Pages are handed out upwards: most are in order as they are.
+                let differ = ascend(rows) || {
+                    let mut sorted = rows.to_vec();
+                    sorted.sort_unstable();
+                    ascend(&sorted)
+                };
+                let fit = differ && rows.iter().all(|row| u64::from(*row) < cache.rows());
                 Description::new("write_rows", [x], [cache])
                     .floats([x])
                     .cached([cache])
@@ -289,11 +293,7 @@ impl<'a> Family<'a> for Attention<'a> {
     fn cost(&self, once: Cost) -> Cost {
         match *self {
             // Only the rows that are written move.
-            Attention::WriteCache { x, cache, .. } => {
-                let row = cache.bytes() / cache.rows().max(1);
-                Cost { bytes: x.bytes() + x.rows() * row, ..once }
-            }
-            Attention::WriteRows { x, cache, .. } => {
+            Attention::WriteCache { x, cache, .. } | Attention::WriteRows { x, cache, .. } => {
                 let row = cache.bytes() / cache.rows().max(1);
                 Cost { bytes: x.bytes() + x.rows() * row, ..once }
             }

@@ -179,6 +179,8 @@ fn yarn_scale(factor: f64, weight: f64) -> f64 {
 /// The `rope_scaling` object, or null.
 pub(super) fn write_scaling(spec: &ModelSpec, rope: &RopeSpec) -> Value {
     match &rope.scaling {
+        // Where it says nothing, it means YaRN.
+        RopeScaling::None if spec.architecture == "gpt_oss" => json!({ "rope_type": "default" }),
         RopeScaling::None => Value::Null,
         RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
         RopeScaling::Dynamic { factor, max_position_embeddings } => {

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::{OWN_MIXTURE, SUPPORTED_MODEL_TYPES, experts, families, keys::Keys, rope};
 use crate::save_error::SaveError;
-use crate::spec::{Activation, ModelSpec};
+use crate::spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
 
 /// The class that loads a family's checkpoints.
 fn class(architecture: &str) -> &'static str {
@@ -79,7 +79,13 @@ fn difference(spec: &ModelSpec, other: &ModelSpec) -> Option<&'static str> {
         attention.local_rope = None;
         attention
     };
-    let base = |spec: &ModelSpec| spec.attention.rope.as_ref().map(|rope| (rope.theta, rope.dims));
+    let base = |spec: &ModelSpec| {
+        let is_plain = |rope: &RopeSpec| match &rope.scaling {
+            RopeScaling::PerFrequency { factors } => factors.iter().all(|factor| *factor == 1.0),
+            other => *other == RopeScaling::None,
+        };
+        spec.attention.rope.as_ref().map(|rope| (rope.theta, rope.dims, is_plain(rope)))
+    };
     let local = |spec: &ModelSpec| spec.attention.local_rope.clone();
     [
         ("attention", strip(spec) != strip(other)),

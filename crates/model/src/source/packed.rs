@@ -20,6 +20,7 @@ use plimsoll_device::cpu::quantize::four_bit::{self, FourBit, Magnitudes};
 use plimsoll_device::cpu::quantize::{SIGNED_DYNAMIC_MAP, int8_scale};
 use plimsoll_memory::FileMap;
 
+use crate::convert::convert;
 use crate::safetensors::StoredDType;
 
 pub(super) use find::{Found, find};
@@ -111,9 +112,6 @@ pub(super) enum Packing {
     },
 }
 
-/// Values of a block of MXFP4, and bytes of it as ggml and this engine keep it.
-const MXFP4: (usize, usize) = (32, 17);
-
 /// A packed matrix `[rows, columns]`.
 #[derive(Clone, Debug)]
 pub(super) struct Packed {
@@ -161,7 +159,8 @@ impl Packed {
         let blocks = self.mxfp4_blocks(&rows);
         let codes = codes.of(files).get(blocks.start * 16..blocks.end * 16)?;
         let scales = scales.of(files).get(blocks)?;
-        let all = out.chunks_exact_mut(MXFP4.1).zip(codes.chunks_exact(16)).zip(scales);
+        let all =
+            out.chunks_exact_mut(DType::Mxfp4.block_bytes() as usize).zip(codes.chunks_exact(16)).zip(scales);
         for ((out, codes), scale) in all {
             let (head, own) = out.split_first_mut()?;
             *head = *scale;
@@ -184,7 +183,7 @@ impl Packed {
     }
 
     fn mxfp4_blocks(&self, rows: &Range<usize>) -> Range<usize> {
-        let each = self.columns / MXFP4.0;
+        let each = self.columns / DType::Mxfp4.block_elements() as usize;
         rows.start * each..rows.end * each
     }
 
@@ -318,24 +317,13 @@ impl Packed {
                     }
                 }
             }
-            Packing::Mxfp4 { codes, scales, .. } => {
-                /// Values of E2M1; the upper half are the negative ones.
-                const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-                let (codes, scales) = (codes.of(files), scales.of(files));
-                for (block, out) in self.mxfp4_blocks(&rows).zip(out.chunks_exact_mut(MXFP4.0)) {
-                    let exponent = scales.get(block).copied().unwrap_or(0);
-                    // 2^(exponent - 127), of which the smallest is no normal number.
-                    let scale = match exponent {
-                        0 => f32::from_bits(1 << 22),
-                        other => f32::from_bits(u32::from(other) << 23),
-                    };
-                    let own = codes.get(block * 16..).unwrap_or_default();
-                    for (pair, byte) in out.chunks_exact_mut(2).zip(own) {
-                        for (out, code) in pair.iter_mut().zip([byte & 15, byte >> 4]) {
-                            let value = VALUES[usize::from(code & 7)] * scale;
-                            *out = if code & 8 == 0 { value } else { -value };
-                        }
-                    }
+            Packing::Mxfp4 { .. } => {
+                let dtype = DType::Mxfp4;
+                let mut stored = vec![0; dtype.bytes_for(out.len() as u64).unwrap_or(0) as usize];
+                let kept = self.keep_rows(files, rows, &mut stored);
+                let read = kept.map(|()| convert(dtype, &stored, DType::F32, bytemuck::cast_slice_mut(out)));
+                if !matches!(read, Some(Ok(()))) {
+                    out.fill(f32::NAN);
                 }
             }
             Packing::Gptq { bits, words, zeros, scales, groups, group, zero_offset } => {

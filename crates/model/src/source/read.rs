@@ -103,14 +103,14 @@ impl WeightSource {
                 let rows = own.start - part.first..own.end - part.first;
                 let row_bytes = bytes / (rows.end - rows.start).max(1) as usize;
                 let mut to = to;
-                for run in packed.runs(rows) {
+                for run in packed.runs(rows.clone()) {
                     let (own, rest) = std::mem::take(&mut to).split_at_mut(run.len() * row_bytes);
                     to = rest;
-                    if packed.matrix.keep_rows(&self.files, run.clone(), own).is_none() {
+                    if packed.matrix.keep_rows(&self.files, run, own).is_none() {
                         return false;
                     }
-                    packed.matrix.release_rows(&self.files, run);
                 }
+                packed.release(&self.files, rows);
                 continue;
             }
             if let Some(packed) = &part.packed {

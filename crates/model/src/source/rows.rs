@@ -65,11 +65,12 @@ impl WeightSource {
             let own = own.start - part.first..own.end - part.first;
             if let Some(packed) = &part.packed {
                 let mut values = &mut *values;
-                for run in packed.runs(own) {
+                for run in packed.runs(own.clone()) {
                     let (own, rest) = std::mem::take(&mut values).split_at_mut(run.len() * columns as usize);
                     values = rest;
                     packed.matrix.read_rows(&self.files, run, own);
                 }
+                packed.release(&self.files, own);
             } else {
                 self.read_stored_rows(part, own, values)
                     .map_err(|source| self.conversion(parameter, DType::F32, source))?;

@@ -12,30 +12,23 @@ use plimsoll_device::cpu::quantize::four_bit::{BLOCK, FourBit, Magnitudes, NESTE
 use plimsoll_device::cpu::quantize::quantize_rows_codes;
 use serde_json::{Value, json};
 
+use super::folder::{Folder, Piece, REST};
 use super::{Target, Transcoder};
-use crate::hf_config::{CONFIG_NAME, GENERATION_CONFIG_NAME, config_json, generation_config_json};
 use crate::layout::StoredTensor;
 use crate::parameters::{Parameter, Role};
-use crate::safetensors::{INDEX_NAME, NewTensor, StoredDType, write_in_order};
-use crate::save::{METADATA, SaveError, SaveWriter, Staging, index, shard_names};
+use crate::safetensors::StoredDType;
+use crate::save::{SaveError, SaveWriter};
 use crate::source::RowOrder;
 use crate::source::rows::{FourBitMatrix, stripes};
 
 /// Bytes of a state, before padding: more than any takes.
 const STATE: u64 = 256;
-/// The type of everything that is not packed.
-const REST: DType = DType::Bf16;
-
-/// A tensor of a file and what is in it.
-struct Piece<'t> {
-    tensor: NewTensor,
-    of: &'t StoredTensor,
-    content: Content,
-}
+const TARGET: &str = "a bitsandbytes checkpoint";
 
 #[derive(Clone, Copy, PartialEq)]
 enum Content {
-    Plain,
+    /// As it is, in this type.
+    Plain(DType),
     Codes,
     Magnitudes,
     Factors,
@@ -66,19 +59,12 @@ impl Transcoder<'_> {
         // The library packs linears, which experts are one by one alone.
         let spec = self.spec.with_single_experts();
         let spec = &spec;
-        let fail = |reason: &str| SaveError::Inexpressible {
-            model: spec.name.clone(),
-            target: "a bitsandbytes checkpoint",
-            reason: reason.to_owned(),
-        };
+        let fail = |reason: &str| Folder::refusal(spec, TARGET, reason);
         if spec.architecture == "gpt_oss" {
             return Err(fail("transformers has its experts as stacks, which the library does not pack"));
         }
-        let mut config: Value = serde_json::from_str(&config_json(spec, REST)?)
-            .map_err(|error| fail(&format!("its configuration is no JSON: {error}")))?;
-        config["quantization_config"] = quantization_config(target);
         let writer = SaveWriter::new(spec, REST).shard_bytes(self.shard_bytes);
-        let shards = writer.shards(|tensor| bytes(&pieces(tensor, target)));
+        let shards = writer.shards(|tensor| pieces(tensor, target).iter().map(Piece::bytes).sum());
         if !shards.iter().flatten().any(is_packed) {
             return Err(fail("its linears are stored transposed, which the library does not pack"));
         }
@@ -91,44 +77,30 @@ impl Transcoder<'_> {
                 tensor.shape()
             )));
         }
-        let staging = Staging::new(folder)?;
-        let mut written = staging.write(CONFIG_NAME, &format!("{config:#}\n"))?;
-        written += staging.write(GENERATION_CONFIG_NAME, &generation_config_json(spec))?;
-        let names = shard_names(shards.len());
-        let mut listed = Vec::new();
-        for (name, shard) in names.iter().zip(&shards) {
-            let mut all: Vec<Piece<'_>> = shard.iter().flat_map(|tensor| pieces(tensor, target)).collect();
-            // Packed ones first, each a multiple of 8 bytes.
-            all.sort_by_key(|piece| piece.content == Content::Plain);
-            let order: Vec<&NewTensor> = all.iter().map(|piece| &piece.tensor).collect();
-            let mut next = all.iter();
-            let mut current = Current::Nothing;
-            written += write_in_order(&staging.path(name), &METADATA, &order, |_, out| match next.next() {
-                Some(piece) => self.write_piece(piece, target, &mut current, out),
-                None => Ok(()),
-            })?;
-            for piece in all {
-                let size = piece.tensor.dtype.bytes_for(&piece.tensor.shape).unwrap_or(0);
-                listed.push((piece.tensor.name, name.as_str(), size));
-            }
-        }
-        if names.len() > 1 {
-            let tensors = listed.iter().map(|(tensor, file, bytes)| (tensor.as_str(), *file, *bytes));
-            written += staging.write(INDEX_NAME, &index(tensors))?;
-        }
-        staging.commit(folder, &names)?;
-        Ok(written)
+        let quantization = quantization_config(target);
+        let folder = Folder { path: folder, spec, target: TARGET, quantization, shards: &shards };
+        let mut current = Current::Nothing;
+        self.write_pieces(
+            &folder,
+            |tensor| pieces(tensor, target),
+            // Packed ones first, each a multiple of 8 bytes; then wider types before narrower ones.
+            |content| match content {
+                Content::Plain(dtype) => u8::MAX - dtype.block_bytes() as u8,
+                _ => 0,
+            },
+            |transcoder, piece, out| transcoder.write_piece(piece, target, &mut current, out),
+        )
     }
 
     fn write_piece(
         &mut self,
-        piece: &Piece<'_>,
+        piece: &Piece<'_, Content>,
         target: Target,
         current: &mut Current,
         out: &mut dyn Write,
     ) -> io::Result<()> {
-        if piece.content == Content::Plain {
-            return self.stream_stored(piece.of, REST, out);
+        if let Content::Plain(dtype) = piece.content {
+            return self.stream_stored(piece.of, dtype, out);
         }
         // A fused tensor's parts are rows of one matrix.
         let matrix = Parameter { shape: piece.of.shape(), ..first_part(piece.of)?.clone() };
@@ -259,19 +231,13 @@ fn quantization_config(target: Target) -> Value {
     }
 }
 
-fn bytes(pieces: &[Piece<'_>]) -> u64 {
-    pieces.iter().map(|piece| piece.tensor.dtype.bytes_for(&piece.tensor.shape).unwrap_or(0)).sum()
-}
-
 /// The tensors of a file that hold one of the layout's.
-fn pieces(tensor: &StoredTensor, target: Target) -> Vec<Piece<'_>> {
-    let piece = |name: String, dtype, shape: Vec<u64>, content| Piece {
-        tensor: NewTensor { name, dtype, shape },
-        of: tensor,
-        content,
-    };
+fn pieces(tensor: &StoredTensor, target: Target) -> Vec<Piece<'_, Content>> {
+    let piece = |name, dtype, shape, content| Piece::new(tensor, name, dtype, shape, content);
     if !is_packed(tensor) {
-        return vec![piece(tensor.name.clone(), StoredDType::BF16, tensor.shape(), Content::Plain)];
+        let dtype = tensor.parts.first().map_or(REST, |part| part.role().saved_as(REST));
+        let stored = StoredDType::from_device(dtype).unwrap_or(StoredDType::BF16);
+        return vec![piece(tensor.name.clone(), stored, tensor.shape(), Content::Plain(dtype))];
     }
     let shape = tensor.shape();
     let elements: u64 = shape.iter().product();

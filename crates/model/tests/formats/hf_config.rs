@@ -4,7 +4,7 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_model::hf_config::{config_json, parse_config};
-use plimsoll_model::{Activation, ModelSpec, RopeScaling, RopeSpec};
+use plimsoll_model::{Activation, ModelSpec, RopeScaling, RopeSpec, catalogue};
 use serde_json::{Map, Value, json};
 
 use crate::support::tiny_spec;
@@ -110,6 +110,17 @@ fn what_is_wrong_is_named() {
     for text in ["", "{", "[]", "{\"model_type\": NaN}"] {
         let error = parse_config(Path::new("config.json"), text, String::new()).unwrap_err().to_string();
         assert!(error.contains("config.json") && error.contains("line 1"), "{error}");
+    }
+}
+
+/// A gpt-oss that says nothing of its rotation has YaRN: one without says so.
+#[test]
+fn what_is_not_stretched_is_said_where_silence_means_something() {
+    let mut spec = catalogue::find("gpt-oss-20b").unwrap();
+    for scaling in [spec.attention.rope.clone().unwrap().scaling, RopeScaling::None] {
+        spec.attention.rope.as_mut().unwrap().scaling = scaling;
+        let text = config_json(&spec, DType::Bf16).unwrap();
+        assert_eq!(parse_config(Path::new("c"), &text, spec.name.clone()).unwrap(), spec, "{text}");
     }
 }
 

@@ -68,13 +68,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     if sheet.adapters().is_some_and(|adapters| !adapters.weight_types.is_empty()) && is_fsdp {
         sheet.say("Quantised weights are shared out only where bnb_4bit_quant_storage is the type of the others, as `plimsoll export bitsandbytes` writes it for ZeRO 3.");
     }
-    sheet.leave(&[
-        "memory.offload.",
-        "memory.kept_layers.",
-        "memory.expert_slots",
-        "parallel.",
-        "training.mixed_precision",
-    ]);
+    sheet.leave(&["parallel.", "training.mixed_precision"]);
     page
 }
 

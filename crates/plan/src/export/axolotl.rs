@@ -21,14 +21,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     put_memory(sheet, &mut page);
     put_output(sheet, &mut page);
     sheet.carry(&["model.path", "parallel.sequence_parallel"]);
-    sheet.leave(&[
-        "training.",
-        "memory.offload.",
-        "memory.kept_layers.",
-        "memory.expert_slots",
-        "parallel.",
-        "data.",
-    ]);
+    sheet.leave(&["training.", "parallel.", "data."]);
     Ok(page)
 }
 

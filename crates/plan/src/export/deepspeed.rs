@@ -37,7 +37,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     sheet.carry(&["training.steps", "training.epochs", "training.seed"]);
     sheet.whole_logits("A fused loss (Liger's) avoids them.");
     leave_mesh(sheet);
-    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "memory.expert_slots", "parallel."]);
+    sheet.leave(&["training.", "parallel."]);
     page
 }
 
@@ -70,6 +70,12 @@ fn leave_mesh(sheet: &mut Sheet<'_>) {
     sheet.carry(&["parallel.sequence_parallel", "parallel.pipeline_schedule"]);
     if mesh.tensor > 1 {
         sheet.note("parallel.tensor_parallel", "DeepSpeed cuts matrices by its AutoTP (tensor_parallel.autotp_size) or with Megatron; the file is for the ranks that hold the same weights.");
+    }
+    if mesh.expert > 1 {
+        sheet.note(
+            "parallel.expert_parallel",
+            "experts are divided in the program (deepspeed.moe, ep_size); here each rank has all of them.",
+        );
     }
     if mesh.pipeline > 1 {
         sheet.note(

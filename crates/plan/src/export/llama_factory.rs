@@ -26,14 +26,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     put_memory(sheet, &mut page);
     sheet.whole_logits("enable_liger_kernel: true avoids them.");
     sheet.carry(&["parallel.data_parallel", "parallel.zero_stage", "parallel.sharding_strategy"]);
-    sheet.leave(&[
-        "training.",
-        "memory.offload.",
-        "memory.kept_layers.",
-        "memory.expert_slots",
-        "parallel.",
-        "data.",
-    ]);
+    sheet.leave(&["training.", "parallel.", "data."]);
     Ok(page)
 }
 

@@ -25,6 +25,9 @@ const PLAIN: [(&str, &str); 7] = [
     ("training.method", "full"),
 ];
 
+/// Where tensors are to be, which no program says as this one does.
+const PLACES: [&str; 3] = ["memory.offload.", "memory.kept_layers.", "memory.expert_slots"];
+
 /// Keys that follow from others, or say nothing of a step: the product of a batch's parts, and how memory is watched.
 const FOLLOWING: [&str; 2] = ["training.effective_batch_size", "memory.target_utilization"];
 
@@ -280,7 +283,7 @@ impl<'a> Sheet<'a> {
         self.notes.push(format!("{key}{value}: {words}"));
     }
 
-    /// Notes what was asked for in these sections, and was neither carried over nor noted.
+    /// Notes what was asked for in these sections and of the places of tensors, and was neither carried over nor noted.
     pub fn leave(&mut self, sections: &[&str]) {
         for said in self.config().said() {
             let (key, value) = (said.key, said.value.as_str());
@@ -291,8 +294,8 @@ impl<'a> Sheet<'a> {
                 || FOLLOWING.contains(&key)
                 || key == "training.loss_chunk_tokens" && self.chunk_of_loss().is_none()
                 || key.starts_with("memory.offload.") && value == "device"
-                || key.starts_with("memory.kept_layers.") && value == "0";
-            if sections.iter().any(is_within) && !is_carried && !said.is_default && !is_plain {
+                || (key.starts_with("memory.kept_layers.") || key == "memory.expert_slots") && value == "0";
+            if sections.iter().chain(&PLACES).any(is_within) && !is_carried && !said.is_default && !is_plain {
                 self.notes.push(format!("{key} ({value}): there is no such setting."));
             }
         }

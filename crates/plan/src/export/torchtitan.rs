@@ -44,14 +44,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     put_parallel(sheet, &mut page);
     put_checkpointing(sheet, &mut page);
     sheet.whole_logits("compile.enable with the component loss fuses their copies.");
-    sheet.leave(&[
-        "training.",
-        "memory.offload.",
-        "memory.kept_layers.",
-        "memory.expert_slots",
-        "parallel.",
-        "data.",
-    ]);
+    sheet.leave(&["training.", "parallel.", "data."]);
     Ok(page)
 }
 
@@ -204,10 +197,16 @@ fn put_training(sheet: &mut Sheet<'_>, page: &mut Page) {
 
 fn put_parallel(sheet: &mut Sheet<'_>, page: &mut Page) {
     let mesh = sheet.settings().ranks.mesh;
+    // Ranks with different experts share out everything else among themselves there.
+    let (experts, groups) = (mesh.expert.max(1), mesh.data / mesh.expert.max(1));
     let shared = match sheet.stage() {
         ZeroStage::Nothing => 1,
-        _ => sheet.settings().sharding.among.unwrap_or(mesh.data).min(mesh.data).max(1),
+        _ => sheet.settings().sharding.among.unwrap_or(groups).min(groups).max(1),
     };
+    if experts > 1 && sheet.stage() == ZeroStage::Nothing {
+        sheet.note("parallel.expert_parallel", "FSDP shares out everything but experts among these ranks.");
+    }
+    let shared = shared * experts;
     if sheet.stage() == ZeroStage::States {
         sheet.note("parallel.zero_stage", "FSDP shares out gradients with the optimizer states (ZeRO 2).");
     }

@@ -103,14 +103,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     put_optimizer(sheet, &mut page);
     put_run(sheet, &mut page);
     put_memory(sheet, &mut page);
-    sheet.leave(&[
-        "training.",
-        "memory.offload.",
-        "memory.kept_layers.",
-        "memory.expert_slots",
-        "parallel.",
-        "data.",
-    ]);
+    sheet.leave(&["training.", "parallel.", "data."]);
     Ok(page)
 }
 

@@ -28,7 +28,7 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     );
     sheet.note_attention("attn_implementation in from_pretrained");
     sheet.whole_logits("use_liger_kernel=True avoids them.");
-    sheet.leave(&["training.", "memory.offload.", "memory.kept_layers.", "memory.expert_slots", "parallel."]);
+    sheet.leave(&["training.", "parallel."]);
     page
 }
 

@@ -111,7 +111,7 @@ impl Mlp {
     /// GPT-2's `gelu_new` is written out: `0.5 * x * (1 + tanh(c * (x + 0.044715 * x^3)))`; the others are one kernel each.
     fn activate(&self, torch: &Torch, x: Tensor) -> Tensor {
         match self.activation {
-            // Of experts alone, which are not estimated: as much as the SiLU in it.
+            // gpt-oss's, which has no program: as much as the SiLU in it.
             Activation::Silu | Activation::ClampedSwiglu { .. } => torch.unary(Unary::Silu, &x),
             Activation::GeluTanh if self.gpt2 => torch.gelu_new(&x),
             Activation::Gelu | Activation::GeluTanh => torch.unary(Unary::Gelu, &x),

@@ -100,7 +100,7 @@ fn of_block(run: &Run, inner: &Run, blocks: &[BlockId]) -> [u64; 3] {
                 let scales = elements / BLOCK;
                 [elements / 2, if double { scales + scales / 64 } else { 4 * scales }]
             }
-            Some(Quantization::Int8) if is_linear => [elements, 4 * parameter.shape[0]],
+            Some(Quantization::Int8) if is_linear => [elements, 4 * parameter.rows()],
             _ => [elements * inner.weights.bytes(), 0],
         };
         sums[0] += shared;

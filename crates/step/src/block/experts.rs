@@ -328,13 +328,13 @@ impl<'e, 'c> Experts<'e, 'c> {
                 let choice = alloc(DType::U32, self.spec.per_token, "experts")?;
                 let correction = self.weights.find(Role::RouterCorrection);
                 device.run(Routing::Choose { logits: &logits, correction, router, choice: &choice })?;
-                if let Some(routes) = self.ctx.routes.filter(|routes| routes.training().is_some()) {
-                    routes.keep(device, layer, &logits, &choice)?;
-                    if let Some(load) = self.weights.find(Role::RouterLoad) {
-                        let (counts, of_dropped) = load_parts(load)?;
-                        device.run(Routing::Count { choice: &choice, counts: &counts })?;
-                        dropped = Some(of_dropped);
-                    }
+                if let Some(routes) = self.ctx.routes
+                    && routes.keep(device, layer, &logits, &choice)?
+                    && let Some(load) = self.weights.find(Role::RouterLoad)
+                {
+                    let (counts, of_dropped) = load_parts(load)?;
+                    device.run(Routing::Count { choice: &choice, counts: &counts })?;
+                    dropped = Some(of_dropped);
                 }
                 choice
             }

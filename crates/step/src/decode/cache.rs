@@ -131,8 +131,13 @@ impl<'a> KvCache<'a> {
     }
 
     /// Whether there are pages for sequences that become so long.
-    pub fn has_pages_for(&self, lengths: impl Iterator<Item = (u32, u64)>) -> bool {
+    pub fn has_pages_for(&self, lengths: impl Iterator<Item = (u32, u64)> + Clone) -> bool {
         self.pages.as_ref().is_none_or(|pages| pages.has_for(lengths))
+    }
+
+    /// Refuses runs that there are no pages for, all of them together.
+    pub fn check_pages(&self, lengths: impl Iterator<Item = (u32, u64)> + Clone) -> Result<(), StepError> {
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.check(lengths))
     }
 
     /// Takes the pages that a sequence of so many tokens needs beyond its own.
@@ -160,8 +165,13 @@ impl<'a> KvCache<'a> {
         self.layers.get(layer as usize).map_or(0, |layer| layer.capacity)
     }
 
-    /// Prepares for a pass of these runs through all layers.
+    /// Prepares for a pass of these runs through all layers. What is refused has taken no page.
     pub fn begin(&mut self, runs: &[Run]) -> Result<(), StepError> {
+        self.check_pages(runs.iter().map(|run| (run.sequence, run.past + run.tokens)))?;
+        if runs.iter().any(|run| run.tokens > 0 && !self.holds(run.past, run.past + run.tokens)) {
+            let what = "a pass has more tokens of a sequence than its windows have room for";
+            return Err(StepError::Invariant { what });
+        }
         if let Some(pages) = &mut self.pages {
             self.new_rows.clear();
             for run in runs {
@@ -202,13 +212,17 @@ impl<'a> KvCache<'a> {
         let out = block::attended(ctx, qkv)?;
         if let (Some(pages), Some(pools)) = (&self.pages, self.pooled.get(&layer)) {
             let lse = self.attend_pages(ctx, pages, pools, runs, qkv, &out)?;
-            let (mut first, heads) = (0, ctx.attention.heads);
-            for (q_len, _) in runs.iter().copied().flat_map(Run::parts).filter(|_| sinks.is_some()) {
-                let shape = AttentionShape { batch: 1, q_len, ..ctx.attention };
-                let own = |x: &Tensor| rows(x, first, first + q_len);
-                let of_run = reshaped(&own(&lse)?, &[1, heads, q_len])?;
-                block::apply_sinks(ctx, sinks, &own(&out)?, &of_run, None, shape)?;
-                first += q_len;
+            let Some(sinks) = sinks else { return Ok((out, vec![lse])) };
+            // Queries of one length are as sequences beside each other.
+            let mut lengths = runs.iter().copied().flat_map(Run::parts).map(|(q_len, _)| q_len).peekable();
+            let mut first = 0;
+            while let Some(q_len) = lengths.next() {
+                let batch = 1 + std::iter::from_fn(|| lengths.next_if_eq(&q_len)).count() as u64;
+                let own = |x: &Tensor| rows(x, first, first + batch * q_len);
+                let of_runs = reshaped(&own(&lse)?, &[batch, ctx.attention.heads, q_len])?;
+                let shape = AttentionShape { batch, q_len, ..ctx.attention };
+                block::apply_sinks(ctx, Some(sinks), &own(&out)?, &of_runs, None, shape)?;
+                first += batch * q_len;
             }
             return Ok((out, vec![lse]));
         }

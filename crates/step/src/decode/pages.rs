@@ -45,18 +45,24 @@ impl Pages {
     }
 
     /// Whether there are pages for sequences that become so long.
-    pub fn has_for(&self, lengths: impl Iterator<Item = (u32, u64)>) -> bool {
+    pub fn has_for(&self, lengths: impl Iterator<Item = (u32, u64)> + Clone) -> bool {
+        self.check(lengths).is_ok()
+    }
+
+    /// Refuses sequences that become longer than there are pages for.
+    pub fn check(&self, lengths: impl Iterator<Item = (u32, u64)> + Clone) -> Result<(), StepError> {
+        let wanted = lengths.clone().map(|(_, length)| length).sum();
         let missing: u64 = lengths.map(|(sequence, length)| self.missing(sequence, length)).sum();
-        missing <= self.free.len() as u64
+        match missing.saturating_sub(self.free.len() as u64) {
+            0 => Ok(()),
+            missing => Err(StepError::PagesInUse { wanted, missing }),
+        }
     }
 
     /// Takes the pages that a sequence of so many tokens needs beyond its own.
     pub fn reserve(&mut self, sequence: u32, wanted: u64) -> Result<(), StepError> {
-        let missing = self.missing(sequence, wanted);
-        let left = self.free.len() as u64;
-        let Some(left) = left.checked_sub(missing) else {
-            return Err(StepError::PagesInUse { wanted, missing: missing - left });
-        };
+        self.check(std::iter::once((sequence, wanted)))?;
+        let left = (self.free.len() as u64).saturating_sub(self.missing(sequence, wanted));
         let place = sequence as usize;
         if self.own.len() <= place {
             self.own.resize(place + 1, Vec::new());

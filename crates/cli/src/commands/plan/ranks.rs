@@ -66,12 +66,15 @@ pub fn words(plan: &TrainingPlan) -> String {
 
 /// How the planner has divided the ranks, and why, in a line.
 pub fn division(division: &Division) -> String {
-    let Division { tensor_parallel, pipeline_parallel, context_parallel, data_parallel, .. } = *division;
+    let Division {
+        tensor_parallel, pipeline_parallel, context_parallel, data_parallel, expert_parallel, ..
+    } = *division;
     let ways = [
         (tensor_parallel, "tensor"),
         (pipeline_parallel, "pipeline"),
         (context_parallel, "context"),
-        (data_parallel, "data"),
+        (data_parallel / expert_parallel.max(1), "data"),
+        (expert_parallel, "expert"),
     ];
     let several = ways.into_iter().filter(|(ranks, _)| *ranks > 1);
     let mut way: Vec<String> = several.map(|(ranks, name)| format!("{name} {ranks}")).collect();

@@ -82,6 +82,21 @@ pub(super) fn normal<const FMA: bool>(x: f32) -> (f32, f32) {
     (below, bell * 0.398_942_3)
 }
 
+/// Sums of products that lie beside each other: sixteen chains, added up in order.
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let (a_runs, b_runs) = (a.as_chunks::<16>(), b.as_chunks::<16>());
+    for (a, b) in a_runs.0.iter().zip(b_runs.0) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a * b;
+        }
+    }
+    for ((sum, a), b) in sums.iter_mut().zip(a_runs.1).zip(b_runs.1) {
+        *sum += a * b;
+    }
+    sums.iter().sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

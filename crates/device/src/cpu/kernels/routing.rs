@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use super::column_sums::add_assign;
 use super::elementwise::Input;
-use super::math::{exp, sigmoid};
+use super::math::{dot, exp, sigmoid};
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
@@ -374,21 +374,6 @@ pub(in crate::cpu) fn scale_rows(
             }
         }
     });
-}
-
-/// Sums of products that lie beside each other: sixteen chains, added up in order.
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0f32; 16];
-    let (a_runs, b_runs) = (a.as_chunks::<16>(), b.as_chunks::<16>());
-    for (a, b) in a_runs.0.iter().zip(b_runs.0) {
-        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
-            *sum += a * b;
-        }
-    }
-    for ((sum, a), b) in sums.iter_mut().zip(a_runs.1).zip(b_runs.1) {
-        *sum += a * b;
-    }
-    sums.iter().sum()
 }
 
 /// out[p] = the dot product of rows places[p]

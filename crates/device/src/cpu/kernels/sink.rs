@@ -1,5 +1,6 @@
 //! Sinks of attention: what attention gave is scaled by what is left of the softmax beside them.
 
+use super::math::dot;
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
@@ -105,14 +106,14 @@ pub(in crate::cpu) fn backward(
         for row in 0..rows {
             let start = row * columns + head * s.head_dim;
             let [out, dout] = [out, dout].map(|x| x.slice(start..start + s.head_dim));
-            let mut dot = 0.0f32;
+            let mut product = 0.0f32;
             for range in tiles(s.head_dim) {
                 let a = out.load(exec.simd, range.clone(), &mut out_tile);
                 let b = dout.load(exec.simd, range, &mut dout_tile);
-                dot += a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+                product += dot(a, b);
             }
             let weight = (sinks[head] - lse[s.statistic(row, head)]).exp();
-            sum -= f64::from(weight * dot);
+            sum -= f64::from(weight * product);
         }
         dsink.modify(exec.simd, 0..1, &mut tile, Rounding::Nearest, 0, |dsink| {
             let before = if accumulate { f64::from(dsink[0]) } else { 0.0 };

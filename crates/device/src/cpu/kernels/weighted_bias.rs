@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::column_sums::add_assign;
-use super::routing::dot;
+use super::math::dot;
 use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{TILE, Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};

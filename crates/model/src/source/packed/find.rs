@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use serde::Deserialize;
 
@@ -321,7 +322,7 @@ impl<'a> Tensors<'a> {
         };
         let scales = self.exactly(&format!("{stack}_scales"), name, &[StoredDType::U8], rows * blocks)?;
         let packing = Packing::Mxfp4 { codes, scales, stack: count };
-        Ok(Packed { packing, rows, columns: blocks * super::MXFP4.0 })
+        Ok(Packed { packing, rows, columns: blocks * DType::Mxfp4.block_elements() as usize })
     }
 
     fn awq(&mut self, linear: &str, name: &str) -> Result<Packed, ModelError> {

@@ -13,10 +13,10 @@ use crate::StepError;
 pub(super) fn capacity(factor: f64, tokens: u64, spec: &ExpertsSpec) -> Capacity {
     let places = factor * (tokens * spec.per_token) as f64;
     // A token has an expert once.
-    let of = |share: f64| ((places * share).ceil() as u64).clamp(1, tokens.max(1));
     let (tau, without) = (spec.tau(), spec.total() - spec.count);
     let all = tau * spec.count as f64 + without as f64;
-    Capacity { each: of(tau / all), first: spec.count, others: of(1.0 / all) }
+    let of = |shares: f64| ((places * shares / all).ceil() as u64).clamp(1, tokens.max(1));
+    Capacity { each: of(tau), first: spec.count, others: of(1.0) }
 }
 
 impl Experts<'_, '_> {
@@ -34,5 +34,23 @@ impl Experts<'_, '_> {
         let taken = device.alloc(DType::U32, sizes.dims(), Tag::Activations, "experts.taken")?;
         device.run(Routing::Limit { choice, capacity, taken: &taken, dropped })?;
         Ok(Some((taken, capacity)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_model::catalogue;
+
+    use super::*;
+
+    #[test]
+    fn even_shares_are_not_rounded_up() {
+        let spec = catalogue::find("olmoe-1b-7b").unwrap().experts.unwrap();
+        for (count, tokens) in [(91, 273), (75, 225), (64, 64), (93, 279)] {
+            let spec = ExpertsSpec { count, per_token: 2, ..spec.clone() };
+            let each = |factor| capacity(factor, tokens, &spec).each;
+            let even = tokens * 2 / count;
+            assert_eq!([each(0.5), each(1.0), each(1.001)], [even / 2, even, even + 1], "{count}");
+        }
     }
 }

@@ -59,7 +59,7 @@ impl Experts<'_, '_> {
         let sizes = [out.rows() * u64::from(ranks.ranks().size()), out.columns()];
         let all = device.alloc(DType::F32, &sizes, Tag::Communication, "experts.partial")?;
         write(&all)?;
-        let x = &ranks.sum_of_own_rows(device, &all, "experts.sum")?;
+        let x = &ranks.own_sum(device, &all)?;
         Ok(device.run(Elementwise::Cast { x, out, rounding: Rounding::Nearest })?)
     }
 
@@ -75,8 +75,7 @@ impl Experts<'_, '_> {
         let (device, sizes) = (self.ctx.device, [places.rows(), x.columns()]);
         let all = device.alloc(out.dtype(), &sizes, Tag::Communication, "experts.partial")?;
         device.run(Routing::Combine { x, places, out: &all, accumulate: false })?;
-        let own = ranks.sum_of_own_rows(device, &all, "experts.sum")?;
-        drop(all);
+        let own = ranks.own_sum(device, &all)?;
         match accumulate {
             true => device.run(Elementwise::Add { a: &own, b: out, out })?,
             false => device.run(Elementwise::Cast { x: &own, out, rounding: Rounding::Nearest })?,
