@@ -20,7 +20,7 @@ use crate::{DeviceTraits, Op};
 pub(crate) const PTX: &str = include_str!("kernels.ptx");
 
 /// The sources of the kernels, in the order in which they make one program.
-pub const SOURCES: [(&str, &str); 10] = [
+pub const SOURCES: [(&str, &str); 12] = [
     ("prelude.cuh", include_str!("kernels/prelude.cuh")),
     ("elementwise.cu", include_str!("kernels/elementwise.cu")),
     ("rows.cu", include_str!("kernels/rows.cu")),
@@ -31,6 +31,8 @@ pub const SOURCES: [(&str, &str); 10] = [
     ("update.cu", include_str!("kernels/update.cu")),
     ("quantization.cu", include_str!("kernels/quantization.cu")),
     ("subspace.cu", include_str!("kernels/subspace.cu")),
+    ("routing.cu", include_str!("kernels/routing.cu")),
+    ("grouped.cu", include_str!("kernels/grouped.cu")),
 ];
 
 impl DeviceTraits {

@@ -109,3 +109,31 @@ KERNEL(check_places, const float* flag, const u32* numbers, u64 n, u64 limit, u3
         if (numbers[i] >= limit && !(passes && numbers[i] == 0xffffffffu)) atomicMin(fault, key | i);
     }
 }
+
+// Comparisons, so that what is no number stays none.
+__device__ inline void clamp_both(float* gate, float* up, float limit) {
+    if (*gate > limit) *gate = limit;
+    if (*up > limit) *up = limit;
+    if (*up < -limit) *up = -limit;
+}
+
+KERNEL(clamped_swiglu, const float* flag, View gate, View up, View out, u64 n, float alpha, float limit) {
+    if (skipped(flag)) return;
+    EACH(i, n) {
+        float g = load(gate, i), u = load(up, i);
+        clamp_both(&g, &u, limit);
+        store(out, i, (u + 1.0f) * (g / (1.0f + expf(-alpha * g))));
+    }
+}
+
+KERNEL(clamped_swiglu_backward, const float* flag, View gate, View up, View dout, View dgate, View dup, u64 n, float alpha,
+       float limit) {
+    if (skipped(flag)) return;
+    EACH(i, n) {
+        float own_gate = load(gate, i), own_up = load(up, i), g = own_gate, u = own_up, d = load(dout, i);
+        clamp_both(&g, &u, limit);
+        float s = 1.0f / (1.0f + expf(-alpha * g)), rest = 1.0f / (1.0f + expf(alpha * g));
+        store(dgate, i, own_gate > limit ? 0.0f : d * (u + 1.0f) * (s * (1.0f + alpha * g * rest)));
+        store(dup, i, own_up > limit || own_up < -limit ? 0.0f : d * (g * s));
+    }
+}

@@ -2,7 +2,7 @@
 
 use super::parameters::{Emit, Rounding, row_blocks, vector_blocks};
 use crate::cuda::CudaError;
-use crate::{Activation, Elementwise, Glu, Quantization};
+use crate::{Activation, Elementwise, Glu, Quantization, Tensor};
 
 pub(super) fn elementwise(op: Elementwise<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let kernel = match op {
@@ -53,6 +53,12 @@ fn number(activation: Glu) -> u32 {
 }
 
 pub(super) fn activation(op: Activation<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    let clamped = |emit: &mut Emit<'_>, name, tensors: &[&Tensor], alpha: f32, limit: f32| {
+        let n = tensors.first().map_or(0, |tensor| tensor.elements());
+        let kernel = emit.kernel(name, vector_blocks(n));
+        let kernel = tensors.iter().fold(kernel, |kernel, tensor| kernel.with(emit.view(tensor)));
+        emit.launch(kernel.with(n).with(alpha).with(limit))
+    };
     let (name, tensors, activation) = match op {
         Activation::Gated { gate, up, out, activation } => ("gated", vec![gate, up, out], activation),
         Activation::GatedBackward { gate, up, dout, dgate, dup, activation } => {
@@ -62,8 +68,12 @@ pub(super) fn activation(op: Activation<'_>, emit: &mut Emit<'_>) -> Result<(), 
         Activation::ActivateBackward { x, dout, dx, activation } => {
             ("activate_backward", vec![x, dout, dx], activation)
         }
-        Activation::ClampedSwiglu { .. } | Activation::ClampedSwigluBackward { .. } => {
-            return Err(emit.not_yet(None));
+        Activation::ClampedSwiglu { gate, up, out, alpha, limit } => {
+            return clamped(emit, "clamped_swiglu", &[gate, up, out], alpha, limit);
+        }
+        Activation::ClampedSwigluBackward { gate, up, dout, dgate, dup, alpha, limit } => {
+            let tensors = [gate, up, dout, dgate, dup];
+            return clamped(emit, "clamped_swiglu_backward", &tensors, alpha, limit);
         }
     };
     let n = tensors.first().map_or(0, |tensor| tensor.elements());

@@ -5,10 +5,12 @@
 
 mod attention;
 mod elementwise;
+mod grouped;
 mod loss;
 mod parameters;
 mod product;
 mod reduction;
+mod routing;
 mod rows;
 mod subspace;
 mod update;
@@ -21,7 +23,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 66] = [
+pub(super) const KERNELS: [&str; 97] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -34,9 +36,12 @@ pub(super) const KERNELS: [&str; 66] = [
     "adamw",
     "adamw_8bit",
     "add",
+    "add_counts",
     "add_exact",
     "add_partials",
+    "add_scaled_rows",
     "add_sum",
+    "adjust_correction",
     "apollo",
     "apollo_norm",
     "attention",
@@ -44,13 +49,20 @@ pub(super) const KERNELS: [&str; 66] = [
     "attention_backward_queries",
     "attention_deltas",
     "attention_finish",
+    "balance_backward",
+    "balance_loss",
+    "bias_factors_backward",
     "carry_exact",
     "cast",
     "channel_squares",
     "check_places",
+    "clamped_swiglu",
+    "clamped_swiglu_backward",
     "clear_words",
     "clip_factor",
     "column_sums",
+    "combine_rows",
+    "count_experts",
     "cross_entropy",
     "dequantize_int8",
     "dropout",
@@ -59,12 +71,19 @@ pub(super) const KERNELS: [&str; 66] = [
     "embedding_backward",
     "exact_squares",
     "fill",
+    "fill_words",
     "gated",
     "gated_backward",
+    "gather_rows",
     "gradient_of_runs",
+    "grouped_bias",
+    "grouped_product",
+    "grouped_weight",
     "int8_scales",
+    "jitter",
     "largest_magnitude",
     "layer_norm",
+    "limit_experts",
     "lion",
     "lion_8bit",
     "logit_runs",
@@ -74,6 +93,7 @@ pub(super) const KERNELS: [&str; 66] = [
     "norm_ratios",
     "orthonormalize",
     "partial_squares",
+    "place_experts",
     "product",
     "quantize_fp8",
     "quantize_int8",
@@ -81,13 +101,26 @@ pub(super) const KERNELS: [&str; 66] = [
     "rms_norm",
     "rope",
     "round_exact",
+    "route",
+    "router_mass",
+    "row_dots",
     "row_lengths",
     "row_squares",
     "scale",
     "scale_columns",
+    "scale_rows",
     "sgd",
+    "softmax_parts",
+    "start_experts",
     "sum_partials",
+    "weigh",
+    "weigh_backward",
+    "weighted_bias",
     "write_cache",
+    "z_backward",
+    "z_loss",
+    "zero_factors",
+    "zero_factors_backward",
 ];
 
 /// Bytes of workspace that kernels have beside the arena: for partial sums. More is needed for vectors of over a million.
@@ -107,6 +140,7 @@ pub(super) fn lower(
         Op::Attention(op) => attention::whole(op, emit),
         Op::Elementwise(op) => elementwise::elementwise(op, emit),
         Op::Embedding(op) => rows::embedding(op, emit),
+        Op::GroupedProduct(op) => grouped::product(op, emit),
         Op::Loss(op) => loss::loss(op, emit),
         Op::Magnitude(op) => rows::magnitude(op, emit),
         Op::Norm(op) => rows::norm(op, emit),
@@ -115,8 +149,11 @@ pub(super) fn lower(
         Op::Product(op) => product::product(op, emit),
         Op::Quantization(op) => elementwise::quantization(op, emit),
         Op::Reduction(op) => reduction::reduction(op, emit),
+        Op::Routing(op) => routing::routing(op, emit),
         Op::Subspace(op) => subspace::subspace(op, emit),
         Op::Update(op) => update::update(op, emit),
+        Op::WeightedBias(op) => grouped::weighted_bias(op, emit),
+        Op::ZeroComputation(op) => routing::zero_computation(op, emit),
         _ => Err(emit.not_yet(None)),
     }
 }
