@@ -162,6 +162,8 @@ impl AtPeak {
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     live: TagBytes,
+    /// The sum of it.
+    live_bytes: u64,
     /// What is live of each owner, and what of it has changed since the peak: of nobody first, then of layer after layer.
     owners: Vec<Owner>,
     /// The owners of which something has changed since the peak.
@@ -217,6 +219,7 @@ impl Ledger {
     pub(crate) fn took(&mut self, tag: Tag, name: &'static str, bytes: u64, end: u64) {
         let raised = end > self.at_peak.peak;
         self.live.add(tag, bytes);
+        self.live_bytes += bytes;
         let owner = self.layer;
         let own = self.changed(owner);
         own.live.add(tag, bytes);
@@ -245,6 +248,7 @@ impl Ledger {
         bytes: u64,
     ) {
         self.live.remove(tag, bytes);
+        self.live_bytes -= bytes;
         let own = self.changed(owner);
         own.live.remove(tag, bytes);
         own.gone.add(tag, bytes);
@@ -275,7 +279,7 @@ impl Ledger {
         raised_peak: bool,
     ) {
         if let Some(record) = &mut self.record {
-            let (phase, layer, live) = (self.phase, self.layer, self.live.total());
+            let (phase, layer, live) = (self.phase, self.layer, self.live_bytes);
             record.add(|number, seconds| MemoryEvent {
                 number,
                 seconds,

@@ -98,7 +98,8 @@ impl<'a> KvCache<'a> {
             Some(count) if tier == Tier::Device => Some(Pages::new(settings.page_tokens(spec), count)?),
             _ => None,
         };
-        let (mut resident, mut pooled, mut parcels) = (FxHashMap::default(), FxHashMap::default(), FxHashMap::default());
+        let (mut resident, mut pooled, mut parcels) =
+            (FxHashMap::default(), FxHashMap::default(), FxHashMap::default());
         for (layer, Geometry { capacity, window }) in (0..).zip(&layers) {
             let sizes = [*capacity, columns];
             device.enter(Phase::Setup, Some(layer));
