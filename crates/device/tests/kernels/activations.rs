@@ -2,10 +2,7 @@
 
 use plimsoll_device::{Activation, DType, DeviceExt, Glu, Tensor};
 
-use crate::harness::{
-    Expected, Operand, check, check_gradient, check_in_place, check_in_place_on_cpu, check_on_cpu, noise,
-    storages,
-};
+use crate::harness::{Expected, Operand, check, check_gradient, check_in_place, noise, storages};
 use crate::reference::{act, act_slope};
 
 const SIZES: [usize; 5] = [1, 7, 63, 1000, 20_000];
@@ -279,7 +276,7 @@ fn clamped_swiglu() {
             let [gates, ups, douts, ..] = operands.each_ref().map(|o| &o.values);
             let of = |i: usize| clamped(gates[i], ups[i], f64::from(alpha), f64::from(limit));
             let values = |slope: usize| (0..n).map(|i| douts[i] * of(i)[slope]).collect();
-            check_on_cpu(
+            check(
                 &format!("{n} {types:?}"),
                 &operands,
                 |cpu, t| {
@@ -307,7 +304,7 @@ fn clamped_swiglu_in_place_and_of_special_values() {
             Operand::new(b, &[2500], noise(2).map(|x| 9.0 * x)),
             Operand::garbage(b, &[2500]),
         ];
-        check_in_place_on_cpu(
+        check_in_place(
             &format!("{a} {b}"),
             (
                 &inputs,
@@ -336,7 +333,7 @@ fn clamped_swiglu_in_place_and_of_special_values() {
         Operand::new(DType::F32, &[5], ups),
         Operand::garbage(DType::F32, &[5]),
     ];
-    check_on_cpu(
+    check(
         "special values",
         &operands,
         |cpu, t| cpu.run(Activation::ClampedSwiglu { gate: &t[0], up: &t[1], out: &t[2], alpha, limit }),

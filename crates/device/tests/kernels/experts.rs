@@ -6,8 +6,7 @@ use plimsoll_device::{
 };
 
 use crate::harness::{
-    Expected, Operand, check_gradient_within, check_in_place_on_cpu, check_on_cpu, decode, noise, refusal,
-    run, storages,
+    Expected, Operand, check, check_gradient_within, check_in_place, decode, noise, refusal, run, storages,
 };
 use DType::{F32, F64, U32};
 use plimsoll_device::cpu::Isa;
@@ -62,7 +61,7 @@ fn grouped_products() {
             };
             let values = (0..r * o).map(value).collect();
             let tolerance = 2e-6 + if with_bias && out == DType::Bf16 { 0.01 } else { 0.0 };
-            check_on_cpu(
+            check(
                 &label,
                 &operands,
                 |cpu, t| {
@@ -110,7 +109,7 @@ fn grouped_products() {
             };
             let dbias = |at: usize| old(db, at) + own(at / o).map(|row| douts[row * o + at % o]).sum::<f64>();
             let expected = |operand, values| Expected { operand, values, tolerance: 4e-6 };
-            check_on_cpu(
+            check(
                 &label,
                 &operands,
                 |cpu, t| {
@@ -332,7 +331,7 @@ fn rows_are_sorted_by_expert_and_found_again() {
     for (first, offsets, sources, places) in cases {
         let mut operands = operands.clone();
         operands[3] = Operand::garbage(U32, &[offsets.len()]);
-        check_on_cpu(
+        check(
             "sort",
             &operands,
             |cpu, t| {
@@ -390,7 +389,7 @@ fn nobody_gives_zeros_and_takes_nothing() {
         Operand::garbage(F32, &[4]),
     ];
     let expected = |operand, values: &[f64]| Expected { operand, values: values.to_vec(), tolerance: 0.0 };
-    check_on_cpu(
+    check(
         "nowhere",
         &operands,
         |cpu, t| {
@@ -418,7 +417,7 @@ fn experts_take_their_capacity_and_no_more() {
         Operand::new(U32, &[1], [5.0]),
     ];
     let no = f64::from(NOWHERE);
-    check_on_cpu(
+    check(
         "limit",
         &operands,
         |cpu, t| {
@@ -439,7 +438,7 @@ fn corrections_follow_the_sign_of_the_load() {
         Operand::new(F32, &[4], [0.5, 0.0, -1.0, 0.25]),
         Operand::new(U32, &[4], [1.0, 1.0, 0.0, 0.0]),
     ];
-    check_on_cpu(
+    check(
         "corrections",
         &operands,
         |cpu, t| {
@@ -539,7 +538,7 @@ fn rows_go_out_and_come_back() {
             let dot = |place: usize| row(places[place] as usize).iter().map(|x| x * x).sum::<f64>();
             let dots = (0..rows).map(dot).collect();
             let expected = |operand, values, tolerance| Expected { operand, values, tolerance };
-            check_on_cpu(
+            check(
                 &format!("{x} {out} {accumulate}"),
                 &operands,
                 |cpu, t| {
@@ -564,7 +563,7 @@ fn rows_go_out_and_come_back() {
         Operand::new(F32, &[3], noise(2)),
     ];
     let within = [apart[0].clone(), apart[2].clone()];
-    check_in_place_on_cpu(
+    check_in_place(
         "scale in place",
         (
             &apart,
@@ -688,7 +687,7 @@ fn weighted_biases_and_their_gradients() {
                 dfactors_before[place] + owners[row].map_or(0.0, dot)
             };
             let expected = |operand, values| Expected { operand, values, tolerance: 2e-6 };
-            check_on_cpu(
+            check(
                 &format!("{r} {o} {bias} {out} {accumulate}"),
                 &operands,
                 |cpu, t| {

@@ -3,7 +3,7 @@
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{DType, DeviceExt, NOWHERE, ZeroComputation, ZeroExperts};
 
-use crate::harness::{Expected, Operand, check_gradient_within, check_on_cpu, decode, noise, run, storages};
+use crate::harness::{Expected, Operand, check, check_gradient_within, decode, noise, run, storages};
 use DType::{F32, U32};
 
 /// Two experts with matrices; one that gives nothing, two that copy, two constant ones.
@@ -110,7 +110,7 @@ fn scaled_rows_are_added() {
                 operands[2].values[at] + operands[0].values[at] * factor
             })
             .collect();
-        check_on_cpu(
+        check(
             &format!("{x} {out}"),
             &operands,
             |cpu, t| cpu.run(ZeroComputation::AddScaled { x: &t[0], factors: &t[1], out: &t[2] }),

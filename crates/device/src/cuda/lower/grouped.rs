@@ -70,7 +70,8 @@ fn forward(
     let kernel = emit.kernel("grouped_product", blocks).shared(SHARED_BYTES).with(emit.view(x));
     let kernel = kernel.with(emit.view(weight)).with(emit.address(offsets)).with(groups);
     let kernel = kernel.with(bias.map_or(View::NONE, |bias| emit.view(bias))).with(emit.view(out));
-    let kernel = [rows, inner, columns].into_iter().chain(strides).fold(kernel, crate::cuda::lower::Launch::with);
+    let kernel =
+        [rows, inner, columns].into_iter().chain(strides).fold(kernel, crate::cuda::lower::Launch::with);
     emit.launch(kernel.with(u32::from(compute == Compute::Bf16)).with(u32::from(accumulate)))
 }
 
