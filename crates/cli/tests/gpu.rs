@@ -161,7 +161,8 @@ fn what_is_wrong_with_a_card_is_said() {
     let refusal = if cfg!(feature = "mpi") { "several ranks" } else { "2 ranks need MPI" };
     assert!(fails(&ranks, &[]).contains(refusal));
     // A card that cannot be used is no reason not to train.
-    let auto = with_driver(driver, path, &["train", "c.yaml", "--device", "auto"], &[("MOCK_CAPABILITY", "61")]);
+    let auto =
+        with_driver(driver, path, &["train", "c.yaml", "--device", "auto"], &[("MOCK_CAPABILITY", "61")]);
     succeeds(&auto);
     let said = text(&auto.stderr);
     assert!(said.contains("the CPU computes: Mock 0 has compute capability 6.1"), "{said}");
