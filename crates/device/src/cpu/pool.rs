@@ -99,8 +99,7 @@ struct Tasks {
 impl Tasks {
     /// The first task of a run, or the end of the one before it.
     fn start(self, run: usize) -> usize {
-        // In 128 bits no count is too large.
-        (self.count as u128 * run as u128 / self.runs as u128) as usize
+        self.count / self.runs * run + run.min(self.count % self.runs)
     }
 }
 
@@ -218,10 +217,10 @@ impl Shared {
         scratch: &mut [u8],
         mut after: impl FnMut(),
     ) {
+        let mut following = None;
         for other in 0..tasks.runs {
             let run = (thread + other) % tasks.runs;
             let end = tasks.start(run + 1);
-            let mut following = None;
             loop {
                 let task = self.next_tasks[run].0.fetch_add(1, Ordering::Relaxed);
                 if task >= end {
@@ -486,6 +485,18 @@ mod tests {
     }
 
     #[test]
+    fn a_task_is_told_whether_it_follows() {
+        let pool = Pool::new(3, 64).unwrap();
+        for tasks in [1, 5, 100] {
+            let last = Mutex::new(std::collections::HashMap::new());
+            pool.session().run_side_by_side(tasks, &|task, worker| {
+                let before = lock(&last).insert(std::thread::current().id(), task);
+                assert_eq!(worker.follows, before.is_some_and(|before| before + 1 == task), "{task}");
+            });
+        }
+    }
+
+    #[test]
     fn a_panic_comes_back_and_the_pool_lives_on() {
         let pool = Pool::new(2, 64).unwrap();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -547,14 +558,18 @@ mod tests {
     #[test]
     fn who_sleeps_is_woken_for_a_long_job() {
         let pool = Pool::new(2, 64).unwrap();
-        for _ in 0..5 {
+        for round in 0..6 {
             std::thread::sleep(Duration::from_millis(2));
             let threads = Mutex::new(std::collections::HashSet::new());
+            let task = |_: usize, _: &mut Worker<'_>| {
+                lock(&threads).insert(std::thread::current().id());
+                std::thread::sleep(Duration::from_millis(1));
+            };
             while lock(&threads).len() < 2 {
-                pool.session().run_side_by_side(8, &|_, _| {
-                    lock(&threads).insert(std::thread::current().id());
-                    std::thread::sleep(Duration::from_millis(1));
-                });
+                match round % 2 {
+                    0 => pool.run(8, &task),
+                    _ => pool.session().run_side_by_side(8, &task),
+                }
             }
         }
     }
