@@ -12,6 +12,7 @@ import argparse
 import shutil
 import struct
 import sys
+from functools import partial
 
 import numpy as np
 
@@ -40,6 +41,22 @@ def byte_tokens():
     others = [b for b in range(256) if b not in plain]
     names = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
     return [names[b] for b in range(256)]
+
+
+def write(path, metadata, tensors):
+    """A whole file. Of each tensor: name, shape, number of its type, bytes, and a function that gives them piece by piece."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + b"".join(entry(*m) for m in metadata)
+    offset = 0
+    for name, shape, kind, size, _ in tensors:
+        head += text(name) + struct.pack("<I", len(shape)) + b"".join(struct.pack("<Q", n) for n in shape)
+        head += struct.pack("<IQ", kind, offset)
+        offset += (size + 31) // 32 * 32
+    with open(path, "wb") as out:
+        out.write(head + b"\0" * (-len(head) % 32))
+        for *_, size, pieces in tensors:
+            for piece in pieces():
+                out.write(piece)
+            out.write(b"\0" * (-size % 32))
 
 
 def main():
@@ -105,33 +122,25 @@ def main():
         ("tokenizer.ggml.merges", ARRAY, (STRING, [])),
         ("tokenizer.ggml.eos_token_id", U32, a.vocab - 1),
     ]
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + b"".join(entry(*m) for m in metadata)
-    offset, infos = 0, []
-    for name, shape, kind in tensors:
-        infos.append(text(name) + struct.pack("<I", len(shape)) + b"".join(struct.pack("<Q", n) for n in shape))
-        infos.append(struct.pack("<IQ", kind, offset))
-        offset += (size(shape, kind) + 31) // 32 * 32
-    head += b"".join(infos)
     random = np.random.default_rng(7)
     # Values from -7 to 7, without the -8 that would give all weights a mean, and all tokens the same experts. With this scale weights
     # have a deviation of about 0.02.
     pool = random.integers(1, 16, (POOL_BLOCKS, 18), dtype=np.uint8) + 16 * random.integers(1, 16, (POOL_BLOCKS, 18), dtype=np.uint8)
     pool[:, :2] = np.frombuffer(np.float16(0.0043).tobytes(), dtype=np.uint8)
-    with open(a.out, "wb") as out:
-        out.write(head + b"\0" * (-len(head) % 32))
-        for name, shape, kind in tensors:
-            if kind == F32:
-                values = np.ones(shape[0], np.float32) if len(shape) == 1 else 0.02 * random.standard_normal(np.prod(shape), np.float32)
-                data = values.astype(np.float32).tobytes()
-                out.write(data + b"\0" * (-len(data) % 32))
-                continue
-            left, written = size(shape, kind) // 18, 0
-            while left > 0:
-                start = int(random.integers(0, POOL_BLOCKS // 2))
-                part = pool[start : start + min(left, POOL_BLOCKS - start)]
-                out.write(part.data)
-                left, written = left - len(part), written + part.nbytes
-            out.write(b"\0" * (-written % 32))
+
+    def pieces(shape, kind):
+        if kind == F32:
+            values = np.ones(shape[0], np.float32) if len(shape) == 1 else 0.02 * random.standard_normal(np.prod(shape), np.float32)
+            yield values.astype(np.float32).data
+            return
+        left = size(shape, kind) // 18
+        while left > 0:
+            start = int(random.integers(0, POOL_BLOCKS // 2))
+            part = pool[start : start + min(left, POOL_BLOCKS - start)]
+            yield part.data
+            left -= len(part)
+
+    write(a.out, metadata, [(name, shape, kind, size(shape, kind), partial(pieces, shape, kind)) for name, shape, kind in tensors])
 
 
 if __name__ == "__main__":

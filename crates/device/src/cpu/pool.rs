@@ -1,5 +1,8 @@
 //! A fork-join pool: one caller, pinned workers, tasks taken in order from a shared counter.
 //!
+//! Or from a counter for each thread: then a thread takes tasks that follow each other, and those of others when its own
+//! are done. Where tasks stream through memory this is worth much: caches fetch ahead what the same core asks for next.
+//!
 //! Which worker takes which task is left to chance; kernels cut their work so that it cannot matter to the results,
 //! which are the same bits however many threads there are.
 //!
@@ -53,6 +56,8 @@ pub struct Pool {
 pub struct Worker<'a> {
     /// The thread's own buffer, 64-byte aligned; contents are whatever the last task left.
     pub scratch: &'a mut [u8],
+    /// Whether the same thread has just run the task before this one.
+    pub follows: bool,
 }
 
 /// The right to run jobs on a pool: one holder at a time.
@@ -67,7 +72,8 @@ struct Shared {
     /// Written by the caller while the gate is shut and nobody is inside; read by workers inside.
     job: UnsafeCell<Option<Job>>,
     gate: Gate,
-    next_task: AtomicUsize,
+    /// One per thread; a job uses as many as it has runs.
+    next_tasks: Vec<NextTask>,
     closing: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     patience: Patience,
@@ -80,8 +86,27 @@ struct Shared {
 #[derive(Clone, Copy)]
 struct Job {
     body: *const Body<'static>,
-    tasks: usize,
+    tasks: Tasks,
 }
+
+/// The tasks of a job, in runs of which each has its own counter.
+#[derive(Clone, Copy)]
+struct Tasks {
+    count: usize,
+    runs: usize,
+}
+
+impl Tasks {
+    /// The first task of a run, or the end of the one before it.
+    fn start(self, run: usize) -> usize {
+        self.count / self.runs * run + run.min(self.count % self.runs)
+    }
+}
+
+/// A counter with cache lines of its own.
+#[repr(align(128))]
+#[derive(Default)]
+struct NextTask(AtomicUsize);
 
 // SAFETY: the job's pointer is only followed inside the gate, while `run` keeps the closure alive; the cell is written only
 // while nobody is inside, as its comment says.
@@ -183,16 +208,34 @@ impl Bed {
 }
 
 impl Shared {
-    /// Takes tasks until none is left, with `after` each.
-    fn work(&self, body: &Body<'_>, tasks: usize, scratch: &mut [u8], mut after: impl FnMut()) {
-        loop {
-            let task = self.next_task.fetch_add(1, Ordering::Relaxed);
-            if task >= tasks {
-                return;
+    /// Takes tasks until none is left, those of the thread's own run first, with `after` each.
+    fn work(
+        &self,
+        body: &Body<'_>,
+        tasks: Tasks,
+        thread: usize,
+        scratch: &mut [u8],
+        mut after: impl FnMut(),
+    ) {
+        let mut following = None;
+        for other in 0..tasks.runs {
+            let run = (thread + other) % tasks.runs;
+            let end = tasks.start(run + 1);
+            loop {
+                let task = self.next_tasks[run].0.fetch_add(1, Ordering::Relaxed);
+                if task >= end {
+                    break;
+                }
+                body(task, &mut Worker { scratch, follows: following == Some(task) });
+                following = Some(task + 1);
+                after();
             }
-            body(task, &mut Worker { scratch });
-            after();
         }
+    }
+
+    /// Whether a task is left that nobody has taken.
+    fn has_tasks(&self, tasks: Tasks) -> bool {
+        (0..tasks.runs).any(|run| self.next_tasks[run].0.load(Ordering::Relaxed) < tasks.start(run + 1))
     }
 }
 
@@ -216,7 +259,7 @@ impl Pool {
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),
             gate: Gate(AtomicU64::new(0)),
-            next_task: AtomicUsize::new(0),
+            next_tasks: (0..threads).map(|_| NextTask::default()).collect(),
             closing: AtomicBool::new(false),
             panic: Mutex::new(None),
             patience: if threads > usable_cores() { Patience::SHARED_CORE } else { Patience::OWN_CORE },
@@ -233,7 +276,7 @@ impl Pool {
                 // SAFETY: the reservation outlives the worker, which `Pool::drop` joins first, and only this
                 // worker uses it.
                 let scratch = unsafe { scratch.slice() };
-                worker_loop(&shared, scratch);
+                worker_loop(&shared, index, scratch);
             });
             match thread {
                 Ok(handle) => workers.push(handle),
@@ -288,15 +331,26 @@ impl Session<'_> {
         self.pool.common.as_ptr()
     }
 
-    /// As [`Pool::run`].
+    /// As [`Pool::run`]; tasks begin in order.
     pub fn run(&mut self, tasks: usize, body: &Body<'_>) {
+        self.run_in(Tasks { count: tasks, runs: 1 }, body);
+    }
+
+    /// As [`Pool::run`]; each thread begins with tasks that follow each other, and only then takes those of others.
+    pub fn run_side_by_side(&mut self, tasks: usize, body: &Body<'_>) {
+        self.run_in(Tasks { count: tasks, runs: self.threads().min(tasks).max(1) }, body);
+    }
+
+    fn run_in(&mut self, tasks: Tasks, body: &Body<'_>) {
         let Pool { shared, scratch, workers, .. } = self.pool;
         let own = ScratchPointer(scratch[0].as_ptr(), scratch[0].len());
         // SAFETY: the first reservation is the caller's, and the session admits one caller at a time.
         let own = unsafe { own.slice() };
-        shared.next_task.store(0, Ordering::Relaxed);
-        if tasks <= 1 || workers.is_empty() {
-            shared.work(body, tasks, own, || {});
+        for run in 0..tasks.runs {
+            shared.next_tasks[run].0.store(tasks.start(run), Ordering::Relaxed);
+        }
+        if tasks.count <= 1 || workers.is_empty() {
+            shared.work(body, tasks, 0, own, || {});
             return;
         }
         // SAFETY: only the lifetime changes; every worker is done with the pointer before this function returns.
@@ -308,12 +362,12 @@ impl Session<'_> {
         let wake_if_long = || {
             if begun.is_some_and(|begun| begun.elapsed() >= WORTH_WAKING) {
                 begun = None;
-                if shared.next_task.load(Ordering::Relaxed) < tasks {
+                if shared.has_tasks(tasks) {
                     shared.idle.wake();
                 }
             }
         };
-        let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, tasks, own, wake_if_long)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, tasks, 0, own, wake_if_long)));
         shared.gate.shut();
         shared.done.wait_until(shared.patience, || shared.gate.is_empty());
         let panic = lock(&shared.panic).take();
@@ -337,7 +391,7 @@ impl Drop for Pool {
     }
 }
 
-fn worker_loop(shared: &Shared, scratch: &mut [u8]) {
+fn worker_loop(shared: &Shared, thread: usize, scratch: &mut [u8]) {
     let mut seen = 0;
     let closing = || shared.closing.load(Ordering::SeqCst);
     loop {
@@ -354,7 +408,8 @@ fn worker_loop(shared: &Shared, scratch: &mut [u8]) {
         if let Some(job) = unsafe { *shared.job.get() } {
             // SAFETY: `run` keeps the closure alive until nobody is inside.
             let body = unsafe { &*job.body };
-            let outcome = catch_unwind(AssertUnwindSafe(|| shared.work(body, job.tasks, scratch, || {})));
+            let outcome =
+                catch_unwind(AssertUnwindSafe(|| shared.work(body, job.tasks, thread, scratch, || {})));
             if let Err(payload) = outcome {
                 lock(&shared.panic).get_or_insert(payload);
             }
@@ -417,12 +472,27 @@ mod tests {
     #[test]
     fn every_task_runs_once() {
         let pool = Pool::new(3, 64).unwrap();
-        for tasks in [0, 1, 2, 1000] {
+        for tasks in [0, 1, 2, 3, 7, 1000] {
             let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
-            pool.run(tasks, &|task, _| {
+            let count = |task: usize, _: &mut Worker<'_>| {
                 counts[task].fetch_add(1, Ordering::Relaxed);
-            });
+            };
+            pool.run(tasks, &count);
             assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1), "{tasks}");
+            pool.session().run_side_by_side(tasks, &count);
+            assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 2), "{tasks} side by side");
+        }
+    }
+
+    #[test]
+    fn a_task_is_told_whether_it_follows() {
+        let pool = Pool::new(3, 64).unwrap();
+        for tasks in [1, 5, 100] {
+            let last = Mutex::new(std::collections::HashMap::new());
+            pool.session().run_side_by_side(tasks, &|task, worker| {
+                let before = lock(&last).insert(std::thread::current().id(), task);
+                assert_eq!(worker.follows, before.is_some_and(|before| before + 1 == task), "{task}");
+            });
         }
     }
 
@@ -488,14 +558,18 @@ mod tests {
     #[test]
     fn who_sleeps_is_woken_for_a_long_job() {
         let pool = Pool::new(2, 64).unwrap();
-        for _ in 0..5 {
+        for round in 0..6 {
             std::thread::sleep(Duration::from_millis(2));
             let threads = Mutex::new(std::collections::HashSet::new());
+            let task = |_: usize, _: &mut Worker<'_>| {
+                lock(&threads).insert(std::thread::current().id());
+                std::thread::sleep(Duration::from_millis(1));
+            };
             while lock(&threads).len() < 2 {
-                pool.run(8, &|_, _| {
-                    lock(&threads).insert(std::thread::current().id());
-                    std::thread::sleep(Duration::from_millis(1));
-                });
+                match round % 2 {
+                    0 => pool.run(8, &task),
+                    _ => pool.session().run_side_by_side(8, &task),
+                }
             }
         }
     }

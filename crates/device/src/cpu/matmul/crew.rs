@@ -28,6 +28,10 @@ pub(super) trait Crew {
     /// Runs `body(task, own)` for every task, `own` being memory that no other task uses meanwhile. Tasks begin in
     /// order.
     fn run(&mut self, tasks: usize, body: &(dyn Fn(usize, Memory) + Sync));
+
+    /// Runs `body(task, follows)` for every task; those that a thread runs mostly follow each other, and `follows` says
+    /// whether this one does.
+    fn run_side_by_side(&mut self, tasks: usize, body: &(dyn Fn(usize, bool) + Sync));
 }
 
 /// All threads of a pool.
@@ -46,6 +50,10 @@ impl Crew for Everybody<'_> {
         self.0.run(tasks, &|task, worker| {
             body(task, Memory { start: worker.scratch.as_mut_ptr(), bytes: worker.scratch.len() });
         });
+    }
+
+    fn run_side_by_side(&mut self, tasks: usize, body: &(dyn Fn(usize, bool) + Sync)) {
+        self.0.run_side_by_side(tasks, &|task, worker| body(task, worker.follows));
     }
 }
 
@@ -82,6 +90,12 @@ impl Crew for Alone {
     fn run(&mut self, tasks: usize, body: &(dyn Fn(usize, Memory) + Sync)) {
         for task in 0..tasks {
             body(task, self.own);
+        }
+    }
+
+    fn run_side_by_side(&mut self, tasks: usize, body: &(dyn Fn(usize, bool) + Sync)) {
+        for task in 0..tasks {
+            body(task, task > 0);
         }
     }
 }

@@ -5,22 +5,24 @@
 //! rows, so that a decoder's passes over several tokens have the bits of those over one. It is another order than that of the
 //! blocked product.
 
+use std::mem::MaybeUninit;
+
 use super::crew::Crew;
 use super::engine::Engine;
 use super::pack::{Lines, along_end};
-use super::storage::{self, At, GROUP, InBlock, Storage};
+use super::storage::{self, At, GROUP, Read, Storage};
 use super::tile::{LINE, prefetch};
-use super::vector::{MAX_LANES, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
+use super::vector::{MAX_LANES, MAX_VECTORS, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
 use super::{Dithered, Output, Product};
 use crate::DType;
 use crate::cpu::kernels::Dither;
 
 /// Rows of A at most: with more of them it pays to pack B.
 const MAX_ROWS: usize = crate::op::FEW_ROWS;
-/// Bytes of B that a task streams, about.
-const TASK_BYTES: usize = 32 << 10;
-/// How far ahead of its use B is fetched, in bytes at least.
-const AHEAD: usize = 2048;
+/// Bytes of B that a task streams, about. The tasks of a thread follow each other, so that they may be small.
+const TASK_BYTES: usize = 16 << 10;
+/// How far ahead of its use B is fetched, in bytes at least: some hundred nanoseconds of a core's share of the memory.
+const AHEAD: usize = 8192;
 
 /// Bytes of a packed row at most.
 const MAX_ROW_BYTES: usize = 512 << 10;
@@ -56,7 +58,10 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
         // SAFETY: the rows fit in the common memory, which no task uses yet.
         unsafe { (kernels.pack_rows)(a, k, rows) };
         let all = Columns { rows, b, k, c, accumulate, start: 0, end: b.count };
-        crew.run(b.count.div_ceil(each), &|task, _| {
+        crew.run_side_by_side(b.count.div_ceil(each), &|task, follows| {
+            if !follows {
+                all.fetch(task * each * column_bytes, AHEAD.min(each * column_bytes));
+            }
             // SAFETY: no other task has these columns of C, and the rows stay as they are.
             unsafe { (kernels.multiply_columns)(&all.part(task * each, each)) };
         });
@@ -130,6 +135,13 @@ impl Columns {
     fn part(&self, start: usize, count: usize) -> Columns {
         Columns { start, end: self.end.min(start + count), ..*self }
     }
+
+    /// Fetches some bytes of B, which the columns before them would else have done.
+    fn fetch(&self, start: usize, bytes: usize) {
+        for line in (start..start + bytes).step_by(LINE) {
+            prefetch(self.b.data.wrapping_add(line));
+        }
+    }
 }
 
 /// Computes columns of C, `N` at a time; `R` rows share one reading of them, and further rows find them in the
@@ -140,19 +152,6 @@ impl Columns {
 /// a multiple of `R`.
 #[inline(always)]
 pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, const N: usize>(task: &Columns) {
-    // SAFETY: as for this function.
-    unsafe {
-        if S::SPAN > 2 * GROUP {
-            // A long loop body: with fewer columns it is still unrolled.
-            some_columns::<E, S, R, 2>(task);
-        } else {
-            some_columns::<E, S, R, N>(task);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn some_columns<E: Engine, S: Storage, const R: usize, const N: usize>(task: &Columns) {
     let Columns { c, start, end, .. } = *task;
     let units = row_units(task.k, E::K_PER_UNIT);
     for column in (start..end).step_by(N) {
@@ -209,18 +208,22 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
         let mut row = rows;
         // A block of a quantised type at a time, so that its scales are read once.
         for _ in 0..k / block {
-            let mut scales = [S::scales::<E::V>(columns[0]); N];
+            let mut scales = [const { MaybeUninit::<S::Scales<E::V>>::uninit() }; N];
             for (scales, place) in scales.iter_mut().zip(&columns) {
-                *scales = S::scales(*place);
+                scales.write(S::scales(*place));
             }
-            for start in (0..block).step_by(S::SPAN) {
-                for part in (0..S::SPAN).step_by(whole) {
-                    let at = start + part;
-                    let mut vectors = [E::V::splat(0.0); N];
-                    for ((vector, block), scales) in vectors.iter_mut().zip(columns).zip(&scales) {
-                        *vector = E::along(InBlock::<E::V, S> { block, at, scales });
+            for start in (0..block).step_by(S::CHUNK) {
+                for (j, (place, scales)) in columns.iter().zip(&scales).enumerate() {
+                    let mut vectors = [E::V::splat(0.0); MAX_VECTORS];
+                    S::chunk(*place, start, scales.assume_init_ref(), &mut vectors);
+                    for at in (0..S::CHUNK).step_by(whole) {
+                        let bf16 = S::bf16_at(*place, start + at);
+                        let column = E::along(Read { vectors: &vectors, at, bf16 });
+                        let row = row.add((start + at) / E::K_PER_UNIT);
+                        for (i, sums) in sums.iter_mut().enumerate() {
+                            sums[j] = E::multiply_add(sums[j], E::V::load(row.add(i * units)), column);
+                        }
                     }
-                    add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);
                 }
             }
             for place in &mut columns {

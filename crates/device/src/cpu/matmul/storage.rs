@@ -12,7 +12,7 @@ pub(super) mod tests;
 
 use std::marker::PhantomData;
 
-use super::vector::{MAX_LANES, Portable, Vector, bf16_value, f16_value};
+use super::vector::{MAX_LANES, MAX_VECTORS, Portable, Vector, bf16_value, f16_value};
 use crate::DType;
 
 pub(super) use blocks::{Int8, Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
@@ -31,8 +31,8 @@ pub(super) const GROUP: usize = 32;
 pub(super) trait Storage {
     /// Elements of a block: 1 of plain types.
     const BLOCK: usize;
-    /// Elements after which the arrangement inside a block repeats, what a loop over a block is unrolled to.
-    const SPAN: usize;
+    /// Elements that are read together: 32 or 64, which divides a block and [`GROUP`] elements of a plain type.
+    const CHUNK: usize;
     /// Where a block is, and what it shares with others.
     type Place: Copy;
     /// What is read once for all elements of a block.
@@ -49,10 +49,15 @@ pub(super) trait Storage {
 
     unsafe fn scales<V: Vector>(place: Self::Place) -> Self::Scales<V>;
 
-    /// `V::LANES` elements from `at` on.
-    unsafe fn load<V: Vector>(place: Self::Place, at: usize, scales: &Self::Scales<V>) -> V;
+    /// [`CHUNK`](Self::CHUNK) elements from `at` on, a multiple of their number, in the first vectors of `out`.
+    unsafe fn chunk<V: Vector>(
+        place: Self::Place,
+        at: usize,
+        scales: &Self::Scales<V>,
+        out: &mut [V; MAX_VECTORS],
+    );
 
-    /// The same where no more of the block is wanted.
+    /// `V::LANES` elements from `at` on, where no more of the block is wanted.
     unsafe fn load_alone<V: Vector>(place: Self::Place, at: usize) -> V;
 
     /// Where the bits of `load` in bf16 can be had as they are: the address of element `at`.
@@ -72,14 +77,29 @@ pub(super) trait Blocks {
     const BLOCK: usize;
     /// Bytes of a block.
     const BYTES: usize;
-    /// As [`Storage::SPAN`].
-    const SPAN: usize = GROUP;
+    /// As [`Storage::CHUNK`].
+    const CHUNK: usize = GROUP;
     /// As [`Storage::Scales`].
     type Scales<V: Vector>: Copy;
 
     unsafe fn scales<V: Vector>(block: *const u8) -> Self::Scales<V>;
 
+    /// `V::LANES` elements from `at` on.
     unsafe fn load<V: Vector>(block: *const u8, at: usize, scales: &Self::Scales<V>) -> V;
+
+    /// As [`Storage::chunk`].
+    #[inline(always)]
+    unsafe fn chunk<V: Vector>(
+        block: *const u8,
+        at: usize,
+        scales: &Self::Scales<V>,
+        out: &mut [V; MAX_VECTORS],
+    ) {
+        for (i, out) in out.iter_mut().enumerate().take(Self::CHUNK / V::LANES) {
+            // SAFETY: as the trait says.
+            *out = unsafe { Self::load(block, at + i * V::LANES, scales) };
+        }
+    }
 
     #[inline(always)]
     unsafe fn load_alone<V: Vector>(block: *const u8, at: usize) -> V {
@@ -95,7 +115,7 @@ pub(super) trait Blocks {
 
 impl<T: Blocks> Storage for T {
     const BLOCK: usize = <T as Blocks>::BLOCK;
-    const SPAN: usize = <T as Blocks>::SPAN;
+    const CHUNK: usize = <T as Blocks>::CHUNK;
     type Place = *const u8;
     type Scales<V: Vector> = <T as Blocks>::Scales<V>;
 
@@ -121,9 +141,14 @@ impl<T: Blocks> Storage for T {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(place: *const u8, at: usize, scales: &Self::Scales<V>) -> V {
+    unsafe fn chunk<V: Vector>(
+        place: *const u8,
+        at: usize,
+        scales: &Self::Scales<V>,
+        out: &mut [V; MAX_VECTORS],
+    ) {
         // SAFETY: as the trait says.
-        unsafe { <T as Blocks>::load(place, at, scales) }
+        unsafe { <T as Blocks>::chunk(place, at, scales, out) }
     }
 
     #[inline(always)]
@@ -184,23 +209,22 @@ impl<V: Vector, S: Storage> Elements<V> for At<S> {
     }
 }
 
-/// Elements of a block whose scales have been read.
-pub(super) struct InBlock<'a, V: Vector, S: Storage> {
-    pub block: S::Place,
+/// Elements that have been read, from number `at` on, and where they were if they are bf16 as they are.
+pub(super) struct Read<'a, V> {
+    pub vectors: &'a [V; MAX_VECTORS],
     pub at: usize,
-    pub scales: &'a S::Scales<V>,
+    pub bf16: Option<*const u16>,
 }
 
-impl<V: Vector, S: Storage> Elements<V> for InBlock<'_, V, S> {
+impl<V: Vector> Elements<V> for Read<'_, V> {
     #[inline(always)]
     unsafe fn load(&self, after: usize) -> V {
-        // SAFETY: the caller vouches for the elements.
-        unsafe { S::load(self.block, self.at + after, self.scales) }
+        self.vectors[(self.at + after) / V::LANES]
     }
 
     #[inline(always)]
     fn bf16(&self) -> Option<*const u16> {
-        S::bf16_at(self.block, self.at)
+        self.bf16
     }
 }
 
@@ -318,9 +342,11 @@ pub(super) unsafe fn dequantize<V: Vector, S: Storage>(data: *const u8, count: u
         let mut place = S::place(data, 0);
         for _ in 0..count / step {
             let scales = S::scales::<V>(place);
-            for start in (0..step).step_by(S::SPAN) {
-                for part in (0..S::SPAN).step_by(V::LANES) {
-                    S::load(place, start + part, &scales).store(out.add(start + part));
+            for start in (0..step).step_by(S::CHUNK) {
+                let mut vectors = [V::splat(0.0); MAX_VECTORS];
+                S::chunk(place, start, &scales, &mut vectors);
+                for (i, vector) in vectors.iter().enumerate().take(S::CHUNK / V::LANES) {
+                    vector.store(out.add(start + i * V::LANES));
                 }
             }
             place = S::next(place);

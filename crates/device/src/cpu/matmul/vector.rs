@@ -7,6 +7,9 @@ use std::fmt::Debug;
 /// The most lanes of any vector here.
 pub(super) const MAX_LANES: usize = 16;
 
+/// Vectors that hold 64 elements, at most.
+pub(super) const MAX_VECTORS: usize = 16;
+
 /// One register of f32 values.
 ///
 /// # Safety
@@ -18,6 +21,8 @@ pub(super) trait Vector: Copy + Debug {
     type Codes: Copy;
     /// Sixteen values to choose from.
     type Table: Copy;
+    /// 64 bytes.
+    type Bytes: Copy;
 
     unsafe fn splat(x: f32) -> Self;
     unsafe fn load(p: *const f32) -> Self;
@@ -49,6 +54,19 @@ pub(super) trait Vector: Copy + Debug {
     /// 16 in lanes whose bit of `bits` is set, the first lane's being the lowest.
     unsafe fn sixteens(bits: u32) -> Self::Codes;
     unsafe fn from_codes(codes: Self::Codes) -> Self;
+    /// 64 bytes.
+    unsafe fn bytes(p: *const u8) -> Self::Bytes;
+    /// 32 bytes, twice.
+    unsafe fn bytes_twice(p: *const u8) -> Self::Bytes;
+    /// The bits of each byte `right` places lower, or higher where that is negative, by less than 8: a number for each half of
+    /// the bytes. The bits that move in are anything.
+    unsafe fn move_bits(bytes: Self::Bytes, right: [i32; 2]) -> Self::Bytes;
+    /// Of each byte the bits of a mask.
+    unsafe fn mask_bytes(bytes: Self::Bytes, mask: u8) -> Self::Bytes;
+    /// a | b
+    unsafe fn either_bytes(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// All of them as codes, in vectors one after the other.
+    unsafe fn widen(bytes: Self::Bytes, out: &mut [Self::Codes; MAX_VECTORS]);
     /// code * scale + minimum, of each code the lowest four bits, the others being anything.
     unsafe fn scaled_nibbles(codes: Self::Codes, scale: Self, minimum: Self) -> Self;
     /// table[code], of each code the lowest four bits, the others being anything.
@@ -136,6 +154,7 @@ impl Vector for Portable {
     const LANES: usize = 4;
     type Codes = [u32; 4];
     type Table = [f32; 16];
+    type Bytes = [u8; 64];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
@@ -242,6 +261,46 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
+    unsafe fn bytes(p: *const u8) -> [u8; 64] {
+        // SAFETY: as the trait says.
+        unsafe { p.cast::<[u8; 64]>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn bytes_twice(p: *const u8) -> [u8; 64] {
+        // SAFETY: as the trait says.
+        let half = unsafe { p.cast::<[u8; 32]>().read() };
+        std::array::from_fn(|i| half[i % 32])
+    }
+
+    #[inline(always)]
+    unsafe fn move_bits(mut bytes: [u8; 64], right: [i32; 2]) -> [u8; 64] {
+        for (half, right) in bytes.chunks_exact_mut(32).zip(right) {
+            for byte in half {
+                *byte = if right < 0 { *byte << (-right & 7) } else { *byte >> (right & 7) };
+            }
+        }
+        bytes
+    }
+
+    #[inline(always)]
+    unsafe fn mask_bytes(bytes: [u8; 64], mask: u8) -> [u8; 64] {
+        bytes.map(|byte| byte & mask)
+    }
+
+    #[inline(always)]
+    unsafe fn either_bytes(a: [u8; 64], b: [u8; 64]) -> [u8; 64] {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn widen(bytes: [u8; 64], out: &mut [[u32; 4]; MAX_VECTORS]) {
+        for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(4)) {
+            *out = std::array::from_fn(|i| u32::from(bytes[i]));
+        }
+    }
+
+    #[inline(always)]
     unsafe fn scaled_nibbles(codes: [u32; 4], scale: Self, minimum: Self) -> Self {
         // SAFETY: no pointers.
         unsafe { minimum.plus_product(Self::from_codes(codes.map(|code| code & 15)), scale) }
@@ -300,7 +359,7 @@ pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{MAX_LANES, Vector};
+    use super::{MAX_LANES, MAX_VECTORS, Vector};
     use std::arch::x86_64::*;
 
     /// 256-bit registers with FMA and F16C.
@@ -329,6 +388,7 @@ mod x86 {
         const LANES: usize = 8;
         type Codes = __m256i;
         type Table = [__m256; 2];
+        type Bytes = [__m256i; 2];
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -440,6 +500,54 @@ mod x86 {
         #[inline(always)]
         unsafe fn from_codes(codes: __m256i) -> Self {
             unsafe { Avx2(_mm256_cvtepi32_ps(codes)) }
+        }
+
+        #[inline(always)]
+        unsafe fn bytes(p: *const u8) -> [__m256i; 2] {
+            unsafe { [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())] }
+        }
+
+        #[inline(always)]
+        unsafe fn bytes_twice(p: *const u8) -> [__m256i; 2] {
+            unsafe { [_mm256_loadu_si256(p.cast()); 2] }
+        }
+
+        #[inline(always)]
+        unsafe fn move_bits([first, second]: [__m256i; 2], right: [i32; 2]) -> [__m256i; 2] {
+            unsafe {
+                let right = right.map(|by| (_mm_cvtsi32_si128(by.max(0)), _mm_cvtsi32_si128((-by).max(0))));
+                let [(a, b), (c, d)] = right;
+                [
+                    _mm256_sll_epi16(_mm256_srl_epi16(first, a), b),
+                    _mm256_sll_epi16(_mm256_srl_epi16(second, c), d),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn mask_bytes([first, second]: [__m256i; 2], mask: u8) -> [__m256i; 2] {
+            unsafe {
+                let mask = _mm256_set1_epi8(mask.cast_signed());
+                [_mm256_and_si256(first, mask), _mm256_and_si256(second, mask)]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn either_bytes(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+            unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
+        }
+
+        #[inline(always)]
+        unsafe fn widen(bytes: [__m256i; 2], out: &mut [__m256i; MAX_VECTORS]) {
+            unsafe {
+                for (half, out) in bytes.into_iter().zip(out.chunks_exact_mut(4)) {
+                    let (low, high) = (_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half));
+                    out[0] = _mm256_cvtepu8_epi32(low);
+                    out[1] = _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(low));
+                    out[2] = _mm256_cvtepu8_epi32(high);
+                    out[3] = _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(high));
+                }
+            }
         }
 
         #[inline(always)]
@@ -561,6 +669,7 @@ mod x86 {
         const LANES: usize = 16;
         type Codes = __m512i;
         type Table = __m512;
+        type Bytes = __m512i;
 
         #[inline(always)]
         unsafe fn splat(x: f32) -> Self {
@@ -667,6 +776,45 @@ mod x86 {
         #[inline(always)]
         unsafe fn from_codes(codes: __m512i) -> Self {
             unsafe { Avx512(_mm512_cvtepi32_ps(codes)) }
+        }
+
+        #[inline(always)]
+        unsafe fn bytes(p: *const u8) -> __m512i {
+            unsafe { _mm512_loadu_si512(p.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn bytes_twice(p: *const u8) -> __m512i {
+            unsafe { _mm512_broadcast_i64x4(_mm256_loadu_si256(p.cast())) }
+        }
+
+        #[inline(always)]
+        unsafe fn move_bits(bytes: __m512i, [low, high]: [i32; 2]) -> __m512i {
+            unsafe {
+                // A rotation by any number of places, in one instruction whatever its sign.
+                let by = _mm512_inserti64x4::<1>(_mm512_set1_epi32(low), _mm256_set1_epi32(high));
+                _mm512_rorv_epi32(bytes, by)
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn mask_bytes(bytes: __m512i, mask: u8) -> __m512i {
+            unsafe { _mm512_and_si512(bytes, _mm512_set1_epi8(mask.cast_signed())) }
+        }
+
+        #[inline(always)]
+        unsafe fn either_bytes(a: __m512i, b: __m512i) -> __m512i {
+            unsafe { _mm512_or_si512(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn widen(bytes: __m512i, out: &mut [__m512i; MAX_VECTORS]) {
+            unsafe {
+                out[0] = _mm512_cvtepu8_epi32(_mm512_castsi512_si128(bytes));
+                out[1] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32::<1>(bytes));
+                out[2] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32::<2>(bytes));
+                out[3] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32::<3>(bytes));
+            }
         }
 
         #[inline(always)]

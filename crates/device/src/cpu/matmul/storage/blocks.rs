@@ -197,7 +197,7 @@ impl Blocks for Mxfp4 {
 impl Blocks for Int8 {
     const BLOCK: usize = 64;
     const BYTES: usize = 68;
-    const SPAN: usize = 64;
+    const CHUNK: usize = 64;
     type Scales<V: Vector> = V;
 
     #[inline(always)]

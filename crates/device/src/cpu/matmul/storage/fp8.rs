@@ -6,7 +6,7 @@
 use std::marker::PhantomData;
 
 use super::{GROUP, Storage};
-use crate::cpu::matmul::vector::{Vector, e4m3_value, e5m2_value};
+use crate::cpu::matmul::vector::{MAX_VECTORS, Vector, e4m3_value, e5m2_value};
 use crate::dtype::FP8_FACTOR_BYTES;
 
 const FACTOR: usize = FP8_FACTOR_BYTES as usize;
@@ -87,7 +87,7 @@ impl<F: Format> Fp8<F> {
 
 impl<F: Format> Storage for Fp8<F> {
     const BLOCK: usize = 1;
-    const SPAN: usize = GROUP;
+    const CHUNK: usize = GROUP;
     type Place = Scaled;
     type Scales<V: Vector> = V;
 
@@ -113,15 +113,17 @@ impl<F: Format> Storage for Fp8<F> {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(place: Scaled, at: usize, factor: &V) -> V {
-        // SAFETY: as the trait says.
-        unsafe { F::load::<V>(place.codes.wrapping_add(at)).times(*factor) }
+    unsafe fn chunk<V: Vector>(place: Scaled, at: usize, factor: &V, out: &mut [V; MAX_VECTORS]) {
+        for (i, out) in out.iter_mut().enumerate().take(GROUP / V::LANES) {
+            // SAFETY: as the trait says.
+            *out = unsafe { F::load::<V>(place.codes.wrapping_add(at + i * V::LANES)).times(*factor) };
+        }
     }
 
     #[inline(always)]
     unsafe fn load_alone<V: Vector>(place: Scaled, at: usize) -> V {
-        // SAFETY: as for `load`.
-        unsafe { Self::load(place, at, &Self::scales::<V>(place)) }
+        // SAFETY: as the trait says.
+        unsafe { F::load::<V>(place.codes.wrapping_add(at)).times(Self::scales::<V>(place)) }
     }
 
     #[inline(always)]

@@ -8,7 +8,7 @@
 use std::marker::PhantomData;
 
 use super::{Blocks, Storage};
-use crate::cpu::matmul::vector::Vector;
+use crate::cpu::matmul::vector::{MAX_VECTORS, Vector};
 use crate::cpu::quantize::{FP4_VALUES, NF4_VALUES, SIGNED_DYNAMIC_MAP};
 
 /// Elements of a block.
@@ -60,7 +60,7 @@ pub(in super::super) struct Quantized<T>(PhantomData<T>);
 impl<T: Values> Blocks for Quantized<T> {
     const BLOCK: usize = BLOCK;
     const BYTES: usize = 4 + CODES;
-    const SPAN: usize = BLOCK;
+    const CHUNK: usize = BLOCK;
     type Scales<V: Vector> = V::Table;
 
     #[inline(always)]
@@ -90,7 +90,7 @@ pub(in super::super) struct Coded {
 
 impl<T: Values> Storage for DoublyQuantized<T> {
     const BLOCK: usize = BLOCK;
-    const SPAN: usize = BLOCK;
+    const CHUNK: usize = BLOCK;
     type Place = Coded;
     type Scales<V: Vector> = V::Table;
 
@@ -128,15 +128,17 @@ impl<T: Values> Storage for DoublyQuantized<T> {
     }
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(place: Coded, at: usize, table: &V::Table) -> V {
-        // SAFETY: the codes follow that of the magnitude.
-        unsafe { V::choose(codes::<V>(place.block.add(1), at), *table) }
+    unsafe fn chunk<V: Vector>(place: Coded, at: usize, table: &V::Table, out: &mut [V; MAX_VECTORS]) {
+        for (i, out) in out.iter_mut().enumerate().take(BLOCK / V::LANES) {
+            // SAFETY: the codes follow that of the magnitude.
+            *out = unsafe { V::choose(codes::<V>(place.block.add(1), at + i * V::LANES), *table) };
+        }
     }
 
     #[inline(always)]
     unsafe fn load_alone<V: Vector>(place: Coded, at: usize) -> V {
-        // SAFETY: as for `load`.
-        unsafe { Self::load(place, at, &Self::scales::<V>(place)) }
+        // SAFETY: as above.
+        unsafe { V::choose(codes::<V>(place.block.add(1), at), Self::scales::<V>(place)) }
     }
 
     #[inline(always)]

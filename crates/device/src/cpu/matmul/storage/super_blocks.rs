@@ -3,11 +3,13 @@
 //! A value is code * scale + minimum, scale and minimum exact products of an f16 and an integer of at most 8 bits. The
 //! product with the code is exact too (at most 24 bits), so that it makes no difference whether the sum is fused.
 
-use super::{Blocks, GROUP};
-use crate::cpu::matmul::vector::Vector;
+use super::Blocks;
+use crate::cpu::matmul::vector::{MAX_VECTORS, Vector};
 
 /// Elements of a block.
 const BLOCK: usize = 256;
+/// Elements that are read together.
+const CHUNK: usize = 64;
 /// Groups of a block at most.
 const MAX_GROUPS: usize = 16;
 
@@ -51,9 +53,6 @@ trait SuperBlock {
     const BYTES: usize;
     /// Elements of a group.
     const GROUP: usize;
-    /// As [`Storage::SPAN`](super::Storage::SPAN).
-    const SPAN: usize;
-
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales;
 
     /// Scale and minimum of one group.
@@ -61,6 +60,15 @@ trait SuperBlock {
 
     /// The codes of `V::LANES` elements from `at` on.
     unsafe fn codes<V: Vector>(block: *const u8, at: usize) -> V::Codes;
+
+    /// The codes of [`CHUNK`] elements from `at` on, a multiple of their number.
+    #[inline(always)]
+    unsafe fn chunk_of_codes<V: Vector>(block: *const u8, at: usize, out: &mut [V::Codes; MAX_VECTORS]) {
+        for (i, out) in out.iter_mut().enumerate().take(CHUNK / V::LANES) {
+            // SAFETY: as the trait says.
+            *out = unsafe { Self::codes::<V>(block, at + i * V::LANES) };
+        }
+    }
 
     /// code * scale + minimum
     #[inline(always)]
@@ -73,7 +81,7 @@ trait SuperBlock {
 impl<T: SuperBlock> Blocks for T {
     const BLOCK: usize = BLOCK;
     const BYTES: usize = T::BYTES;
-    const SPAN: usize = T::SPAN;
+    const CHUNK: usize = CHUNK;
     type Scales<V: Vector> = GroupScales;
 
     #[inline(always)]
@@ -88,6 +96,19 @@ impl<T: SuperBlock> Blocks for T {
         // SAFETY: as the trait says; a vector lies in one group.
         unsafe {
             T::values(T::codes::<V>(block, at), V::splat(all.scales[group]), V::splat(all.minima[group]))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn chunk<V: Vector>(block: *const u8, at: usize, all: &GroupScales, out: &mut [V; MAX_VECTORS]) {
+        // SAFETY: as for `load`.
+        unsafe {
+            let mut codes = [V::sixteens(0); MAX_VECTORS];
+            T::chunk_of_codes::<V>(block, at, &mut codes);
+            for (i, (out, codes)) in out.iter_mut().zip(codes).enumerate().take(CHUNK / V::LANES) {
+                let group = (at + i * V::LANES) / T::GROUP % MAX_GROUPS;
+                *out = T::values(codes, V::splat(all.scales[group]), V::splat(all.minima[group]));
+            }
         }
     }
 
@@ -118,6 +139,17 @@ unsafe fn two_bits<V: Vector>(codes: *const u8, at: usize) -> V::Codes {
     }
 }
 
+/// The same of 64 elements, which begin at a multiple of their number.
+#[inline(always)]
+unsafe fn two_bits_of_64<V: Vector>(codes: *const u8, at: usize) -> V::Bytes {
+    let run = at as i32 / 32 % 4;
+    // SAFETY: as above.
+    unsafe {
+        let bytes = V::bytes_twice(codes.add(32 * (at / 128)));
+        V::mask_bytes(V::move_bits(bytes, [2 * run, 2 * run + 2]), 3)
+    }
+}
+
 /// Halves of the bytes at `codes`, whose upper bits are anything: 32 bytes are 64 elements, the low halves the first.
 #[inline(always)]
 unsafe fn nibbles<V: Vector>(codes: *const u8, at: usize) -> V::Codes {
@@ -131,7 +163,6 @@ unsafe fn nibbles<V: Vector>(codes: *const u8, at: usize) -> V::Codes {
 impl SuperBlock for Q2K {
     const BYTES: usize = 84;
     const GROUP: usize = 16;
-    const SPAN: usize = 128;
 
     #[inline(always)]
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales {
@@ -163,6 +194,12 @@ impl SuperBlock for Q2K {
         // SAFETY: the codes come after the scales.
         unsafe { two_bits::<V>(block.add(16), at) }
     }
+
+    #[inline(always)]
+    unsafe fn chunk_of_codes<V: Vector>(block: *const u8, at: usize, out: &mut [V::Codes; MAX_VECTORS]) {
+        // SAFETY: the codes come after the scales.
+        unsafe { V::widen(two_bits_of_64::<V>(block.add(16), at), out) }
+    }
 }
 
 /// The scales of a Q3_K block: 4 bits of each in 8 bytes, the low halves first, then the upper 2 bits in 4 bytes.
@@ -189,7 +226,6 @@ unsafe fn q3_k_scales(scales: *const u8) -> [i8; 16] {
 impl SuperBlock for Q3K {
     const BYTES: usize = 110;
     const GROUP: usize = 16;
-    const SPAN: usize = 128;
 
     #[inline(always)]
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales {
@@ -212,6 +248,17 @@ impl SuperBlock for Q3K {
         unsafe {
             let third = V::shift_right(V::codes(block.add(at % 32)), at as u32 / 32);
             V::either(two_bits::<V>(block.add(32), at), V::bits(third, 1, 2))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn chunk_of_codes<V: Vector>(block: *const u8, at: usize, out: &mut [V::Codes; MAX_VECTORS]) {
+        let run = at as i32 / 32;
+        // SAFETY: as for `codes`.
+        unsafe {
+            let third = V::move_bits(V::bytes_twice(block), [run - 2, run - 1]);
+            let lower = two_bits_of_64::<V>(block.add(32), at);
+            V::widen(V::either_bytes(lower, V::mask_bytes(third, 4)), out);
         }
     }
 }
@@ -255,7 +302,6 @@ unsafe fn all_of_eight<V: Vector>(block: *const u8) -> GroupScales {
 impl SuperBlock for Q4K {
     const BYTES: usize = 144;
     const GROUP: usize = 32;
-    const SPAN: usize = 64;
 
     #[inline(always)]
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales {
@@ -285,7 +331,6 @@ impl SuperBlock for Q4K {
 impl SuperBlock for Q5K {
     const BYTES: usize = 176;
     const GROUP: usize = 32;
-    const SPAN: usize = 256;
 
     #[inline(always)]
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales {
@@ -307,12 +352,22 @@ impl SuperBlock for Q5K {
             V::either(V::bits(nibbles::<V>(block.add(48), at), 15, 0), V::bits(fifth, 1, 4))
         }
     }
+
+    #[inline(always)]
+    unsafe fn chunk_of_codes<V: Vector>(block: *const u8, at: usize, out: &mut [V::Codes; MAX_VECTORS]) {
+        let run = at as i32 / 32;
+        // SAFETY: as for `codes`.
+        unsafe {
+            let fifth = V::move_bits(V::bytes_twice(block.add(16)), [run - 4, run - 3]);
+            let lower = V::move_bits(V::bytes_twice(block.add(48 + at / 2)), [0, 4]);
+            V::widen(V::either_bytes(V::mask_bytes(lower, 15), V::mask_bytes(fifth, 16)), out);
+        }
+    }
 }
 
 impl SuperBlock for Q6K {
     const BYTES: usize = 210;
     const GROUP: usize = 16;
-    const SPAN: usize = 128;
 
     #[inline(always)]
     unsafe fn group_scales<V: Vector>(block: *const u8) -> GroupScales {
@@ -344,12 +399,23 @@ impl SuperBlock for Q6K {
             V::either(lower, V::bits(V::shift_right(upper, 2 * run), 3, 4))
         }
     }
+
+    #[inline(always)]
+    unsafe fn chunk_of_codes<V: Vector>(block: *const u8, at: usize, out: &mut [V::Codes; MAX_VECTORS]) {
+        let (half, run) = (at / 128, at as i32 / 32 % 4);
+        // SAFETY: as for `codes`.
+        unsafe {
+            let lower = V::move_bits(V::bytes(block.add(64 * half)), [2 * run; 2]);
+            let upper = V::bytes_twice(block.add(128 + 32 * half));
+            let upper = V::move_bits(upper, [2 * run - 4, 2 * run - 2]);
+            V::widen(V::either_bytes(V::mask_bytes(lower, 15), V::mask_bytes(upper, 48)), out);
+        }
+    }
 }
 
 impl Blocks for Q8K {
     const BLOCK: usize = BLOCK;
     const BYTES: usize = 292;
-    const SPAN: usize = GROUP;
     type Scales<V: Vector> = V;
 
     #[inline(always)]
