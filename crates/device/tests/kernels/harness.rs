@@ -82,30 +82,6 @@ pub fn check_costly(
     check_on_all(label, operands, op, expected, workspace, if chosen { &ORDERS[..2] } else { &[] });
 }
 
-/// The same of several operations of which a GPU has kernels for the first alone: nothing is begun there.
-pub fn check_on_cpu_alone(
-    label: &str,
-    operands: &[Operand],
-    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
-    expected: &[Expected],
-) {
-    check_on_isas(label, operands, &op, expected);
-}
-
-/// The same of an operation that no GPU has a kernel for yet: there it is refused.
-pub fn check_on_cpu(
-    label: &str,
-    operands: &[Operand],
-    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
-    expected: &[Expected],
-) {
-    check_on_all(label, operands, &op, expected, &[], &[]);
-    if let Some(gpu) = gpu() {
-        let refusal = run_on(&gpu.cuda, operands, &op).unwrap_err().to_string();
-        assert!(refusal.contains("does not run on NVIDIA cards yet"), "{label}: {refusal}");
-    }
-}
-
 fn check_on_all(
     label: &str,
     operands: &[Operand],
