@@ -19,7 +19,7 @@ import tempfile
 FOLDER = pathlib.Path(__file__).parents[2] / "crates/device/src/cuda"
 # In the order of `SOURCES` in crates/device/src/cuda/mod.rs.
 PARTS = ["prelude.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu", "reduction.cu", "update.cu",
-         "quantization.cu", "subspace.cu", "routing.cu", "grouped.cu"]
+         "quantization.cu", "subspace.cu", "routing.cu", "grouped.cu", "sink.cu"]
 ARCHITECTURES = ["75", "80", "86", "89", "90", "90a", "100", "120"]
 
 

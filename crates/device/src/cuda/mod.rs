@@ -20,7 +20,7 @@ use crate::{DeviceTraits, Op};
 pub(crate) const PTX: &str = include_str!("kernels.ptx");
 
 /// The sources of the kernels, in the order in which they make one program.
-pub const SOURCES: [(&str, &str); 12] = [
+pub const SOURCES: [(&str, &str); 13] = [
     ("prelude.cuh", include_str!("kernels/prelude.cuh")),
     ("elementwise.cu", include_str!("kernels/elementwise.cu")),
     ("rows.cu", include_str!("kernels/rows.cu")),
@@ -33,6 +33,7 @@ pub const SOURCES: [(&str, &str); 12] = [
     ("subspace.cu", include_str!("kernels/subspace.cu")),
     ("routing.cu", include_str!("kernels/routing.cu")),
     ("grouped.cu", include_str!("kernels/grouped.cu")),
+    ("sink.cu", include_str!("kernels/sink.cu")),
 ];
 
 impl DeviceTraits {

@@ -78,32 +78,8 @@ pub fn check_costly(
     let elements: u64 = operands.iter().map(|operand| operand.sizes.iter().product::<u64>()).sum();
     let mut hasher = DefaultHasher::new();
     label.hash(&mut hasher);
-    let chosen = elements < 4096 || hasher.finish().is_multiple_of(4);
+    let chosen = cfg!(feature = "card") || elements < 4096 || hasher.finish().is_multiple_of(4);
     check_on_all(label, operands, op, expected, workspace, if chosen { &ORDERS[..2] } else { &[] });
-}
-
-/// The same of several operations of which a GPU has kernels for the first alone: nothing is begun there.
-pub fn check_on_cpu_alone(
-    label: &str,
-    operands: &[Operand],
-    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
-    expected: &[Expected],
-) {
-    check_on_isas(label, operands, &op, expected);
-}
-
-/// The same of an operation that no GPU has a kernel for yet: there it is refused.
-pub fn check_on_cpu(
-    label: &str,
-    operands: &[Operand],
-    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
-    expected: &[Expected],
-) {
-    check_on_all(label, operands, &op, expected, &[], &[]);
-    if let Some(gpu) = gpu() {
-        let refusal = run_on(&gpu.cuda, operands, &op).unwrap_err().to_string();
-        assert!(refusal.contains("does not run on NVIDIA cards yet"), "{label}: {refusal}");
-    }
 }
 
 fn check_on_all(
@@ -216,9 +192,13 @@ fn run_on(device: &dyn Device, operands: &[Operand], op: RunOp<'_>) -> Result<Ve
     Ok(results)
 }
 
-/// The kernels of GPUs, on a driver without one.
+/// A card, or one that is none with a way to say in which order its threads take turns.
 struct Gpu {
     cuda: Cuda,
+    mock: Option<Mock>,
+}
+
+struct Mock {
     set_order: extern "C" fn(u64),
     /// Open as long as its function is called.
     _library: Library,
@@ -226,7 +206,9 @@ struct Gpu {
 
 impl Gpu {
     fn order(&self, seed: u64) {
-        (self.set_order)(seed);
+        if let Some(mock) = &self.mock {
+            (mock.set_order)(seed);
+        }
     }
 }
 
@@ -238,17 +220,21 @@ impl std::ops::Deref for Gpu {
     }
 }
 
-/// The GPU of each test thread, where it can be had.
+/// The GPU of each test thread, where it can be had: the system's with the feature `card`, else one that is none.
 fn gpu() -> Option<Rc<Gpu>> {
     thread_local!(static GPU: RefCell<Option<Rc<Gpu>>> = const { RefCell::new(None) });
-    let path = mock::library()?;
+    let path = if cfg!(feature = "card") { None } else { Some(mock::library()?) };
     GPU.with_borrow_mut(|gpu| {
         let made = gpu.get_or_insert_with(|| {
-            let card = OpenCard::new(&Driver::open(path).unwrap(), 0).unwrap();
-            let library = Library::open(path).unwrap();
-            // SAFETY: that is the function's type in `driver.cpp`.
-            let set_order = unsafe { library.function(c"mock_order") }.unwrap();
-            Rc::new(Gpu { cuda: Cuda::new(&card, 16 << 20).unwrap(), set_order, _library: library })
+            let driver = path.map_or_else(Driver::load, Driver::open).unwrap();
+            let card = OpenCard::new(&driver, 0).unwrap();
+            let mock = path.map(|path| {
+                let library = Library::open(path).unwrap();
+                // SAFETY: that is the function's type in `driver.cpp`.
+                let set_order = unsafe { library.function(c"mock_order") }.unwrap();
+                Mock { set_order, _library: library }
+            });
+            Rc::new(Gpu { cuda: Cuda::new(&card, 16 << 20).unwrap(), mock })
         });
         Some(Rc::clone(made))
     })

@@ -4,7 +4,7 @@ use plimsoll_device::{Attention, AttentionShape, BlockSparse, Compute, DType, De
 
 use crate::attention::{KINDS, for_each_row, inputs, key, query, shape, starts, tolerance};
 use crate::harness::{
-    Expected, Operand, check_gradient_within, check_on_cpu, check_on_cpu_alone, decode, noise, refusal, run,
+    Expected, Operand, check, check_costly, check_gradient_within, decode, noise, refusal, run,
 };
 use plimsoll_device::cpu::Isa;
 
@@ -87,7 +87,7 @@ fn attention_with_sinks() {
             if standard {
                 expected.push(Expected { operand: 6, values: p, tolerance: (3.0 * tolerance).max(6e-5) });
             }
-            check_on_cpu_alone(
+            check_costly(
                 &format!("{s:?} {dtype} {compute:?}, standard: {standard}"),
                 &operands,
                 |cpu, t| {
@@ -106,6 +106,7 @@ fn attention_with_sinks() {
                     cpu.run(Sink::Apply { sinks: &t[7], out, lse, probabilities, shape: s })
                 },
                 &expected,
+                &[],
             );
         }
     }
@@ -212,7 +213,7 @@ fn threads_and_types_of_the_gradient_of_sinks() {
             before[head] - (0..rows).map(of_row).sum::<f64>()
         };
         let values = (0..heads).map(of_head).collect();
-        check_on_cpu(
+        check(
             &format!("{dtype}"),
             &operands,
             |cpu, t| {

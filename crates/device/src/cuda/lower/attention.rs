@@ -1,8 +1,8 @@
-//! Attention, whole and by pieces of the keys, and its cache.
+//! Attention, whole and by pieces of the keys, its sinks and its cache.
 
 use super::parameters::{Emit, View, plain, vector_blocks};
 use crate::cuda::CudaError;
-use crate::{Attention, AttentionShape, Compute, KeyPiece, PiecedAttention, Running, Tensor};
+use crate::{Attention, AttentionShape, Compute, KeyPiece, PiecedAttention, Running, Sink, Tensor};
 
 /// Queries or keys that a block takes together: `TOGETHER` of the kernels.
 const TOGETHER: u64 = 256;
@@ -133,6 +133,32 @@ pub(super) fn pieced(op: PiecedAttention<'_>, emit: &mut Emit<'_>) -> Result<(),
             let inputs = Inputs { q, k, v, documents };
             let shape = Shape::of_piece(piece, compute);
             backward(emit, inputs, [lse, delta, dout], None, [dq, dk, dv], true, shape)
+        }
+    }
+}
+
+pub(super) fn sink(op: Sink<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    match op {
+        Sink::Apply { sinks, out, lse, probabilities, shape } => {
+            let shape = Shape::new(shape, [None, None], Compute::F32);
+            if shape.queries() == 0 {
+                return Ok(());
+            }
+            let blocks = emit.blocks(shape.queries())?;
+            let kernel =
+                emit.kernel("attention_sinks", [blocks, 1]).with(emit.view(sinks)).with(emit.view(out));
+            emit.launch(kernel.with(emit.address(lse)).with(emit.address(probabilities)).with(shape))
+        }
+        Sink::Backward { sinks, out, lse, dout, dsinks, accumulate, shape } => {
+            let shape = Shape::new(shape, [None, None], Compute::F32);
+            if shape.heads == 0 {
+                return Ok(());
+            }
+            let blocks = emit.blocks(shape.heads)?;
+            let kernel = emit.kernel("attention_sinks_backward", [blocks, 1]).scratch::<f64>();
+            let kernel = kernel.with(emit.view(sinks)).with(emit.view(out)).with(emit.address(lse));
+            let kernel = kernel.with(emit.view(dout)).with(emit.view(dsinks)).with(u32::from(accumulate));
+            emit.launch(kernel.with(shape))
         }
     }
 }

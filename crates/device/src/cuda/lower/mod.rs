@@ -23,7 +23,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 97] = [
+pub(super) const KERNELS: [&str; 99] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -49,6 +49,8 @@ pub(super) const KERNELS: [&str; 97] = [
     "attention_backward_queries",
     "attention_deltas",
     "attention_finish",
+    "attention_sinks",
+    "attention_sinks_backward",
     "balance_backward",
     "balance_loss",
     "bias_factors_backward",
@@ -150,6 +152,7 @@ pub(super) fn lower(
         Op::Quantization(op) => elementwise::quantization(op, emit),
         Op::Reduction(op) => reduction::reduction(op, emit),
         Op::Routing(op) => routing::routing(op, emit),
+        Op::Sink(op) => attention::sink(op, emit),
         Op::Subspace(op) => subspace::subspace(op, emit),
         Op::Update(op) => update::update(op, emit),
         Op::WeightedBias(op) => grouped::weighted_bias(op, emit),
