@@ -40,16 +40,15 @@ fn report(run: &Path) -> Value {
 
 /// What is trained, with what is set for it.
 const RUNS: [(&str, &[&str]); 6] = [
-    ("full", &[]),
+    ("full", &["training.mixed_precision=f32"]),
     ("bf16", &["training.mixed_precision=bf16"]),
-    ("8bit", &["training.optimizer=adamw_8bit"]),
-    ("accumulated", &["training.gradient_accumulation_steps=3"]),
-    ("offloaded", &["memory.offload.optimizer=host"]),
-    ("on disk", &["memory.offload.parameters=disk"]),
+    ("8bit", &["training.mixed_precision=f32", "training.optimizer=adamw_8bit"]),
+    ("accumulated", &["training.mixed_precision=f32", "training.gradient_accumulation_steps=3"]),
+    ("offloaded", &["training.mixed_precision=f32", "memory.offload.optimizer=host"]),
+    ("on disk", &["training.mixed_precision=f32", "memory.offload.parameters=disk"]),
 ];
 
 #[test]
-#[ignore = "written and never run: run it with --ignored, then remove this line"]
 fn a_card_trains_as_the_cpu_does_in_just_the_planned_memory() {
     let Some(driver) = mock::library() else { return };
     let folder = folder();
@@ -77,7 +76,7 @@ fn a_card_trains_as_the_cpu_does_in_just_the_planned_memory() {
         let [cpu, card, again] = ["cpu", "card", "again"].map(|run| losses(&path.join(run)));
         assert_eq!(card, again, "{name}: the same run gives other bits");
         assert!(!card.is_empty() && card.len() == cpu.len());
-        let tolerance = if name == "bf16" { 2e-2 } else { 1e-4 };
+        let tolerance = if name == "bf16" { 2e-2 } else { 1e-5 };
         for (cpu, card) in cpu.iter().zip(&card) {
             assert!((cpu - card).abs() <= tolerance * cpu.abs(), "{name}: {cpu} and {card}");
         }
@@ -91,7 +90,6 @@ fn a_card_trains_as_the_cpu_does_in_just_the_planned_memory() {
 }
 
 #[test]
-#[ignore = "written and never run: run it with --ignored, then remove this line"]
 fn a_run_is_resumed_on_a_card_with_the_same_bits() {
     let Some(driver) = mock::library() else { return };
     let folder = folder();
@@ -101,19 +99,20 @@ fn a_run_is_resumed_on_a_card_with_the_same_bits() {
         succeeds(&with_driver(driver, path, &[&fixed[..], more].concat(), &[]))
     };
     train(&["--set", "output.dir=whole"]);
-    train(&["--set", "output.dir=parts", "--set", "training.steps=2"]);
+    train(&["--set", "output.dir=parts"]);
+    // The same again, from the checkpoint after step 2.
+    std::fs::remove_dir_all(path.join("parts/checkpoint-4")).unwrap();
     train(&["--set", "output.dir=parts", "--resume"]);
     assert_eq!(losses(&path.join("whole")), losses(&path.join("parts")));
 }
 
 #[test]
-#[ignore = "written and never run: run it with --ignored, then remove this line"]
 fn a_card_answers_as_the_cpu_does() {
     let Some(driver) = mock::library() else { return };
     let folder = folder();
     let path = folder.path();
     ok(path, &["train", "c.yaml"]);
-    let fixed = ["generate", "--model", "out", "--prompt", "word3 word10", "--max-tokens", "12"];
+    let fixed = ["generate", "--model", "out", "--prompt", "wo", "--max-tokens", "8"];
     let greedy = [&fixed[..], &["--temperature", "0"]].concat();
     for more in [&[][..], &["--dtype", "bf16"], &["--quantize", "q8_0"], &["--kv-cache", "int8"]] {
         let given = [&greedy[..], more].concat();
@@ -124,7 +123,7 @@ fn a_card_answers_as_the_cpu_does() {
 }
 
 #[test]
-#[ignore = "written and never run: run it with --ignored, then remove this line"]
+#[ignore = "its words were not all seen yet: run it with --ignored, then remove this line"]
 fn what_is_wrong_with_a_card_is_said() {
     let folder = folder();
     let path = folder.path();
@@ -143,9 +142,10 @@ fn what_is_wrong_with_a_card_is_said() {
     assert!(fails(&cuda, &[("MOCK_CAPABILITY", "61")]).contains("compute capability 6.1; 7.5 is needed"));
     // Context and kernels alone take more than 256 MiB of that card.
     let short = fails(&cuda, &[]);
-    assert!(short.contains("the load line is 256 MiB"), "{short}");
+    assert!(short.contains("the load line is 256.0 MiB"), "{short}");
     let ranks = ["train", "c.yaml", "--device", "cuda", "--ranks", "2"];
-    assert!(fails(&ranks, &[]).contains("several ranks"));
+    let refusal = if cfg!(feature = "mpi") { "several ranks" } else { "2 ranks need MPI" };
+    assert!(fails(&ranks, &[]).contains(refusal));
     // A card that cannot be used is no reason not to train.
     let auto = with_driver(driver, path, &["train", "c.yaml"], &[("MOCK_CAPABILITY", "61")]);
     succeeds(&auto);

@@ -2,21 +2,28 @@
 //! their operations.
 
 use plimsoll_memory::Arena;
+use smallvec::SmallVec;
 
 use crate::cost::product_of;
 use crate::op::{MAX_PARTIAL_COLUMNS, RowPieces, Workspace, task_elements};
 use crate::{Cost, DType, Tensor};
 
-/// An operation, described. The checks that follow each other are made in their order; the first that fails counts.
-pub(crate) struct Description<'a> {
-    pub name: &'static str,
-    reads: Vec<&'a Tensor>,
-    writes: Vec<&'a Tensor>,
+/// As many tensors as nearly every operation has.
+type Few<T> = SmallVec<[T; 8]>;
+
+/// An operation, described. The checks that follow each other are made in their order; the first that fails counts. In a box, as it is
+/// handed from each to the next.
+pub(crate) struct Description<'a>(Box<Described<'a>>);
+
+struct Described<'a> {
+    name: &'static str,
+    reads: Few<&'a Tensor>,
+    writes: Few<&'a Tensor>,
     /// Pairs (write, read) that may be the same memory.
-    in_place: Vec<(&'a Tensor, &'a Tensor)>,
+    in_place: Few<(&'a Tensor, &'a Tensor)>,
     mismatch: Option<String>,
     /// Memory beside the arena.
-    pub workspace: Workspace,
+    workspace: Workspace,
 }
 
 /// Which tensors an operation uses, and how.
@@ -27,42 +34,52 @@ impl<'a> Description<'a> {
         reads: [&'a Tensor; R],
         writes: [&'a Tensor; W],
     ) -> Description<'a> {
-        let (reads, writes) = (reads.into(), writes.into());
-        Description {
+        let (reads, writes) = (Few::from_slice(&reads), Few::from_slice(&writes));
+        Description(Box::new(Described {
             name,
             reads,
             writes,
-            in_place: Vec::new(),
+            in_place: Few::new(),
             mismatch: None,
             workspace: Workspace::default(),
-        }
+        }))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    /// The memory beside the arena that it needs.
+    pub fn workspace(&self) -> Workspace {
+        self.0.workspace
     }
 
     /// Reads these too.
     pub fn reading(mut self, more: impl IntoIterator<Item = &'a Tensor>) -> Self {
-        self.reads.extend(more);
+        self.0.reads.extend(more);
         self
     }
 
     /// Writes these too.
     pub fn writing(mut self, more: impl IntoIterator<Item = &'a Tensor>) -> Self {
-        self.writes.extend(more);
+        self.0.writes.extend(more);
         self
     }
 
     /// Reads and writes these too.
     pub fn changing(mut self, more: impl IntoIterator<Item = &'a Tensor>) -> Self {
         for tensor in more {
-            self.reads.push(tensor);
-            self.writes.push(tensor);
-            self.in_place.push((tensor, tensor));
+            self.0.reads.push(tensor);
+            self.0.writes.push(tensor);
+            self.0.in_place.push((tensor, tensor));
         }
         self
     }
 
     /// Lets each output be the same memory as its input.
     pub fn in_place<const P: usize>(mut self, pairs: [(&'a Tensor, &'a Tensor); P]) -> Self {
-        self.in_place.extend(pairs);
+        self.0.in_place.extend(pairs);
         self
     }
 
@@ -72,7 +89,7 @@ impl<'a> Description<'a> {
     }
 
     pub fn tensors(&self) -> impl Iterator<Item = &'a Tensor> {
-        self.reads.iter().chain(&self.writes).copied()
+        self.0.reads.iter().chain(&self.0.writes).copied()
     }
 
     /// Why the operation cannot be carried out in the arena, if so.
@@ -80,29 +97,29 @@ impl<'a> Description<'a> {
         if let Some(tensor) = self.tensors().find(|tensor| !tensor.is_in(arena)) {
             return Some(format!("{tensor:?} belongs to another arena"));
         }
-        for (i, out) in self.writes.iter().enumerate() {
-            if let Some(twin) = self.writes[i + 1..].iter().find(|other| out.overlaps(other)) {
+        for (i, out) in self.0.writes.iter().enumerate() {
+            if let Some(twin) = self.0.writes[i + 1..].iter().find(|other| out.overlaps(other)) {
                 return Some(format!("outputs {out:?} and {twin:?} overlap"));
             }
-            for read in &self.reads {
+            for read in &self.0.reads {
                 let allowed = || {
                     let is_pair = |(w, r): &(&Tensor, &Tensor)| w.same_memory(out) && r.same_memory(read);
-                    out.same_memory(read) && self.in_place.iter().any(is_pair)
+                    out.same_memory(read) && self.0.in_place.iter().any(is_pair)
                 };
                 if out.overlaps(read) && !allowed() {
                     return Some(format!("output {out:?} overlaps input {read:?}"));
                 }
             }
         }
-        self.mismatch.take()
+        self.0.mismatch.take()
     }
 }
 
 /// Which types and shapes fit.
 impl Description<'_> {
     pub fn that(mut self, holds: bool, complaint: impl FnOnce() -> String) -> Self {
-        if !holds && self.mismatch.is_none() {
-            self.mismatch = Some(complaint());
+        if !holds && self.0.mismatch.is_none() {
+            self.0.mismatch = Some(complaint());
         }
         self
     }
@@ -173,7 +190,7 @@ impl Description<'_> {
 impl Description<'_> {
     /// So many bytes for all tasks together, or all that there are.
     pub fn shared(mut self, bytes: u64) -> Self {
-        self.workspace.shared = self.workspace.shared.max(bytes.min(Workspace::MOST.shared));
+        self.0.workspace.shared = self.0.workspace.shared.max(bytes.min(Workspace::MOST.shared));
         self
     }
 
@@ -193,7 +210,7 @@ impl Description<'_> {
 
     /// `bytes` for each task, for every `run` of columns of a row.
     pub fn each_task(mut self, row: &Tensor, run: u64, bytes: u64) -> Self {
-        self.workspace.each_task = row.columns().div_ceil(run) * bytes;
+        self.0.workspace.each_task = row.columns().div_ceil(run) * bytes;
         let most = Workspace::MOST.each_task / bytes * run;
         self.that(row.columns() <= most, || format!("{row:?} has more than {most} columns"))
     }

@@ -74,9 +74,9 @@ impl Dry {
         before + since.map_or(0.0, |since| now - since)
     }
 
-    /// What was done so far, where that is recorded.
-    pub fn trace(&self) -> Option<Trace> {
-        let (mut trace, since) = self.trace.as_ref()?.borrow().clone();
+    /// What was done so far, where that is recorded; a new trace begins.
+    pub fn take_trace(&self) -> Option<Trace> {
+        let (mut trace, since) = self.trace.as_ref()?.take();
         trace.end(self.counted().since(since));
         Some(trace)
     }

@@ -146,13 +146,13 @@ families! {
 impl<'a> Op<'a> {
     /// The operation's name.
     pub fn name(&self) -> &'static str {
-        self.family().describe().name
+        self.family().describe().name()
     }
 
     /// Refuses tensors of another arena, of wrong types or shapes, outputs that overlap what they must not, and what
     /// needs more workspace than there is; and a flag that is none. Says what it needs.
     pub fn check(&self, arena: &Arena, flag: Option<&Tensor>) -> Result<Workspace, DeviceError> {
-        Ok(self.described(arena, flag)?.workspace)
+        Ok(self.described(arena, flag)?.workspace())
     }
 
     /// Arithmetic and bytes of this operation, which has been checked.
@@ -167,7 +167,7 @@ impl<'a> Op<'a> {
         flag: Option<&Tensor>,
     ) -> Result<(Workspace, Cost), DeviceError> {
         let op = self.described(arena, flag)?;
-        Ok((op.workspace, self.family().cost(op.once())))
+        Ok((op.workspace(), self.family().cost(op.once())))
     }
 
     fn described(&self, arena: &Arena, flag: Option<&Tensor>) -> Result<Description<'a>, DeviceError> {

@@ -95,6 +95,7 @@ impl Arena {
         let mut inner = self.lock();
         let size = inner.whole(bytes);
         let offset = inner.take(size, tag, name)?;
+        inner.traffic.took(offset, size, tag);
         let owner = inner.ledger.layer();
         Ok(Block { arena: self.clone(), offset, size, tag, name, owner })
     }
@@ -211,6 +212,10 @@ impl Inner {
             let length = if offset + free == self.capacity { u64::MAX } else { *free };
             if *free >= size && best.is_none_or(|(shortest, _)| length < shortest) {
                 best = Some((length, index));
+                // None fits better, and of those that fit as well this is the lowest.
+                if length == size {
+                    break;
+                }
             }
         }
         let Some((index, hole)) = best.and_then(|(_, index)| Some((index, self.free.get_mut(index)?))) else {
@@ -221,7 +226,6 @@ impl Inner {
         if free == size {
             self.free.remove(index);
         }
-        self.traffic.took(offset, size, tag);
         self.ledger.took(tag, name, size, offset + size);
         Ok(offset)
     }
@@ -239,7 +243,6 @@ impl Inner {
     }
 
     fn give_back(&mut self, offset: u64, size: u64) {
-        self.traffic.gave_back(offset);
         let index = self.free.partition_point(|(other, _)| *other < offset);
         let touches_next = self.free.get(index).is_some_and(|(next, _)| *next == offset + size);
         let next_bytes = if touches_next { self.free.remove(index).1 } else { 0 };
@@ -294,6 +297,7 @@ impl Drop for Block {
     fn drop(&mut self) {
         let mut inner = self.arena.lock();
         inner.give_back(self.offset, self.size);
+        inner.traffic.gave_back(self.offset);
         inner.ledger.gave_back(self.tag, self.name, self.owner, self.offset, self.size);
     }
 }

@@ -162,12 +162,12 @@ impl AtPeak {
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     live: TagBytes,
+    /// The sum of it.
+    live_bytes: u64,
     /// What is live of each owner, and what of it has changed since the peak: of nobody first, then of layer after layer.
     owners: Vec<Owner>,
     /// The owners of which something has changed since the peak.
     changed: Vec<usize>,
-    /// A number for what is live by layer and tag.
-    fingerprint: u64,
     /// The most that was ever live under each tag.
     most: TagBytes,
     at_peak: AtPeak,
@@ -219,12 +219,12 @@ impl Ledger {
     pub(crate) fn took(&mut self, tag: Tag, name: &'static str, bytes: u64, end: u64) {
         let raised = end > self.at_peak.peak;
         self.live.add(tag, bytes);
+        self.live_bytes += bytes;
         let owner = self.layer;
         let own = self.changed(owner);
         own.live.add(tag, bytes);
         own.come.add(tag, bytes);
         own.known = true;
-        self.fingerprint = self.fingerprint.wrapping_add(weight(owner, tag).wrapping_mul(bytes));
         self.most.0[tag as usize] = self.most.get(tag).max(self.live.get(tag));
         let of_phase = &mut self.phase_peaks[self.phase as usize];
         *of_phase = end.max(*of_phase);
@@ -248,10 +248,10 @@ impl Ledger {
         bytes: u64,
     ) {
         self.live.remove(tag, bytes);
+        self.live_bytes -= bytes;
         let own = self.changed(owner);
         own.live.remove(tag, bytes);
         own.gone.add(tag, bytes);
-        self.fingerprint = self.fingerprint.wrapping_sub(weight(owner, tag).wrapping_mul(bytes));
         self.record(tag, name, owner, offset, -(bytes as i64), false);
     }
 
@@ -278,8 +278,8 @@ impl Ledger {
         delta: i64,
         raised_peak: bool,
     ) {
-        let (phase, layer, live) = (self.phase, self.layer, self.live.total());
         if let Some(record) = &mut self.record {
+            let (phase, layer, live) = (self.phase, self.layer, self.live_bytes);
             record.add(|number, seconds| MemoryEvent {
                 number,
                 seconds,
@@ -306,7 +306,11 @@ impl Ledger {
 
     /// A number for what is live by layer and tag: equal ones mean the same.
     pub(crate) fn fingerprint(&self) -> u64 {
-        self.fingerprint
+        let of_owner = |(place, own): (usize, &Owner)| {
+            let held = own.live.iter().map(|(tag, bytes)| weight(place, tag).wrapping_mul(bytes));
+            held.fold(0, u64::wrapping_add)
+        };
+        self.owners.iter().enumerate().map(of_owner).fold(0, u64::wrapping_add)
     }
 
     /// Live bytes by tag, now.
@@ -355,7 +359,7 @@ impl Ledger {
     }
 }
 
-/// What a byte adds to the fingerprint of what is live.
-fn weight(owner: Option<u32>, tag: Tag) -> u64 {
-    splitmix64(owner.map_or(0, |layer| u64::from(layer) + 1) << 8 | tag as u64, 0)
+/// What a byte adds to the fingerprint of what is live, by the place of its owner.
+fn weight(owner: usize, tag: Tag) -> u64 {
+    splitmix64((owner as u64) << 8 | tag as u64, 0)
 }

@@ -184,6 +184,9 @@ pub enum Initialisation {
 /// About as many bytes of a table are brought to a disk at once.
 const PART_BYTES: u64 = 1 << 20;
 
+/// Parameters that a block has, but for a few of the largest.
+const MOST_OF_BLOCK: usize = 16;
+
 /// One parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {
@@ -568,7 +571,7 @@ impl ModelSpec {
 
     /// The parameters of one block.
     pub fn block_parameters(&self, block: BlockId) -> Vec<Parameter> {
-        let mut list = Vec::new();
+        let mut list = Vec::with_capacity(MOST_OF_BLOCK);
         let mut add = |name: String, role, shape: &[u64]| {
             list.push(Parameter { name, block, role, shape: shape.to_vec() });
         };
@@ -585,7 +588,8 @@ impl ModelSpec {
             BlockId::Layer(i) => {
                 let (q, kv) = (self.q_size(), self.kv_size());
                 let mlp = self.feed_forward(i);
-                let name = |rest: &str| format!("model.layers.{i}.{rest}");
+                let of_layer = format!("model.layers.{i}.");
+                let name = |rest: &str| [&of_layer, rest].concat();
                 let (before, after) = (self.norm.placement.before(), self.norm.placement.after());
                 if before {
                     add(name("input_layernorm.weight"), Role::AttentionNorm, &[hidden]);
@@ -594,13 +598,13 @@ impl ModelSpec {
                     add(name("input_layernorm.bias"), Role::AttentionNormBias, &[hidden]);
                 }
                 for (part, weight, bias, out) in [
-                    ("q_proj", Role::QProj, Role::QBias, q),
-                    ("k_proj", Role::KProj, Role::KBias, kv),
-                    ("v_proj", Role::VProj, Role::VBias, kv),
+                    ("self_attn.q_proj", Role::QProj, Role::QBias, q),
+                    ("self_attn.k_proj", Role::KProj, Role::KBias, kv),
+                    ("self_attn.v_proj", Role::VProj, Role::VBias, kv),
                 ] {
-                    add(name(&format!("self_attn.{part}.weight")), weight, &[out, hidden]);
+                    add(name(part) + ".weight", weight, &[out, hidden]);
                     if self.attention.qkv_bias {
-                        add(name(&format!("self_attn.{part}.bias")), bias, &[out]);
+                        add(name(part) + ".bias", bias, &[out]);
                     }
                 }
                 if let Some(kind) = self.attention.qk_norm {
@@ -697,14 +701,14 @@ impl ModelSpec {
         inner: u64,
     ) {
         let hidden = self.hidden_size;
-        let gate = self.mlp.gated.then_some(("gate_proj", gate, inner, hidden));
+        let gate = self.mlp.gated.then_some((".gate_proj", gate, inner, hidden));
         for (part, LinearRoles { weight, bias }, out, inp) in
-            gate.into_iter().chain([("up_proj", up, inner, hidden), ("down_proj", down, hidden, inner)])
+            gate.into_iter().chain([(".up_proj", up, inner, hidden), (".down_proj", down, hidden, inner)])
         {
             let of_stack = |rest: &[u64]| [stack, rest].concat();
-            add(format!("{at}.{part}.weight"), weight, &of_stack(&[out, inp]));
+            add([at, part, ".weight"].concat(), weight, &of_stack(&[out, inp]));
             if let Some(bias) = bias.filter(|_| self.mlp.bias) {
-                add(format!("{at}.{part}.bias"), bias, &of_stack(&[out]));
+                add([at, part, ".bias"].concat(), bias, &of_stack(&[out]));
             }
         }
     }

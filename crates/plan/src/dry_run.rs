@@ -138,7 +138,8 @@ impl DryRun {
             DryRun::training_on(dry, &fold.spec, &fold.settings, accumulation, ranks).ok()?;
         let ledgers = [&run.ledger, &run.host, &run.disk];
         let alignment = dry.traits().alignment;
-        let Unfolded { ledgers, added } = unfolded(&fold, &dry.trace()?, ledgers, step, parts, alignment)?;
+        let Unfolded { ledgers, added } =
+            unfolded(&fold, &dry.take_trace()?, ledgers, step, parts, alignment)?;
         let [ledger, host, disk] = ledgers;
         let moved = run.moved.plus(added.moved);
         let times = run.times.map(|times| times.plus(added.times, 1.0));
@@ -182,10 +183,35 @@ impl DryRun {
         spec: &ModelSpec,
         settings: &StepSettings,
     ) -> Result<AtRest, StepError> {
-        let dry = Dry::new().standing_for(device);
+        settings.check_mesh(spec)?;
+        let (spec, settings) = &settings.of_stage(spec);
+        let few = DryRun::few_at_rest(device, spec, settings);
+        let all = || Ok(DryRun::resting(&Dry::new().standing_for(device), spec, settings)?.0);
+        let [ledger, _, disk] = few.map_or_else(all, Ok::<_, StepError>)?;
+        Ok(AtRest { device: ledger.at_peak().peak, disk: disk.at_peak().peak })
+    }
+
+    /// The ledgers of a step at rest, from a few layers of those that are alike.
+    fn few_at_rest(device: DeviceTraits, spec: &ModelSpec, settings: &StepSettings) -> Option<[Ledger; 3]> {
+        let fold = Fold::of(spec, settings)?;
+        let dry = Dry::tracing().standing_for(device);
+        let (ledgers, parts) = DryRun::resting(&dry, &fold.spec, &fold.settings).ok()?;
+        let trace = dry.take_trace()?;
+        Some(unfolded(&fold, &trace, ledgers.each_ref(), 0..0, parts, device.alignment)?.ledgers)
+    }
+
+    /// The ledgers of device, host and disk of a step at rest, and the parts that it measures and updates.
+    fn resting(
+        dry: &Dry,
+        spec: &ModelSpec,
+        settings: &StepSettings,
+    ) -> Result<([Ledger; 3], u64), StepError> {
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
-        Trainer::new(&dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &on_one_machine(settings))?;
-        Ok(AtRest { device: dry.arena().high_water(), disk: tiers.disk().high_water() })
+        let ranks = on_one_machine(settings);
+        let trainer = Trainer::new(dry, Arc::clone(&tiers), spec.clone(), settings.clone(), &ranks)?;
+        let DryRun { ledger, host, disk, .. } =
+            DryRun::of(dry, &tiers, Tally::default(), Transferred::default());
+        Ok(([ledger, host, disk], trainer.parts()))
     }
 
     fn training_on(

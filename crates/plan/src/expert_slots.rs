@@ -51,29 +51,13 @@ impl Search<'_> {
         if said || low == 0 || low >= most || !self.fits(&choice, room) {
             return Ok(choice);
         }
-        let with = |expert_slots| {
-            let settings = StepSettings { expert_slots, ..choice.settings.clone() };
-            self.runs.of(settings, choice.accumulation)
-        };
-        let all = with(most)?;
+        let base = choice.settings.clone();
+        let with = |expert_slots| StepSettings { expert_slots, ..base.clone() };
+        let all = self.runs.of(with(most), choice.accumulation)?;
         if self.fits(&all, room) {
             return Ok(all);
         }
-        let memory = |choice: &Choice| self.limits.spared(choice);
-        let (mut low, mut high) = (low, most);
-        let (mut least, mut over, mut found) = (memory(&choice), memory(&all), choice.clone());
-        while low + 1 < high {
-            // Every slot takes as much.
-            let share = room.saturating_sub(least) as f64 / over.saturating_sub(least).max(1) as f64;
-            let guess = low + (f64::from(high - low) * share.min(1.0)) as u32;
-            let slots = guess.clamp(low + 1, high - 1);
-            let other = with(slots)?;
-            match self.fits(&other, room) {
-                true => (low, least, found) = (slots, memory(&other), other),
-                false => (high, over) = (slots, memory(&other)),
-            }
-        }
-        Ok(found)
+        self.most_that_fit((low, choice), (most, &all), room, with)
     }
 
     /// Whether a step has slots for all experts of a layer, and nobody has said how many.

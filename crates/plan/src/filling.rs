@@ -159,7 +159,7 @@ impl Search<'_> {
     }
 
     /// The same step with a kind of tensor on the device for as many layers as there is room for; `home`, with all of it
-    /// there, does not fit. Memory grows by about as much with each layer: that says where to look next.
+    /// there, does not fit.
     fn with_kept(
         &self,
         from: Choice,
@@ -167,41 +167,52 @@ impl Search<'_> {
         home: &Choice,
         room: u64,
     ) -> Result<Choice, StepError> {
-        let memory = |choice: &Choice| self.limits.spared(choice);
-        // `low` layers fit, `high` do not.
-        let (mut low, mut high) = (0, self.runs.spec.num_layers.saturating_add(1));
-        let (mut least, mut most) = (memory(&from), memory(home));
-        let (base, mut filled, mut guesses) = (from.settings.clone(), from, 0);
-        let layer_bytes = most.saturating_sub(least) / u64::from(high);
+        let all = self.runs.spec.num_layers.saturating_add(1);
+        let (least, most) = (self.limits.spared(&from), self.limits.spared(home));
+        let layer_bytes = most.saturating_sub(least) / u64::from(all);
         // Of what is not there all the time, the first layers may take less than their share: they are not there at the peak.
         let even = kind != TensorKind::Activations;
         if even && least.saturating_add(layer_bytes / 4) > room {
-            return Ok(filled);
+            return Ok(from);
         }
+        let base = from.settings.clone();
+        self.most_that_fit((0, from), (all, home), room, |layers| {
+            let mut kept_layers = base.kept_layers;
+            *kind.kept_mut(&mut kept_layers) = layers;
+            StepSettings { kept_layers, ..base.clone() }
+        })
+    }
+
+    /// The step with the largest number that fits; `low` is known to fit, and `high` is not to. Memory grows by about as much with each:
+    /// that says where to look next.
+    pub(crate) fn most_that_fit(
+        &self,
+        (mut low, mut found): (u32, Choice),
+        (mut high, over): (u32, &Choice),
+        room: u64,
+        with: impl Fn(u32) -> StepSettings,
+    ) -> Result<Choice, StepError> {
+        let memory = |choice: &Choice| self.limits.spared(choice);
+        let (mut least, mut most, mut guesses) = (memory(&found), memory(over), 0);
         while low + 1 < high {
             let share = room.saturating_sub(least) as f64 / most.saturating_sub(least).max(1) as f64;
             let guess = low + (f64::from(high - low) * share.min(1.0)) as u32;
             // Where guesses do not come near, halves do.
             let guess = if guesses < 4 { guess } else { low.midpoint(high) };
             guesses += 1;
-            let layers = guess.clamp(low + 1, high - 1);
-            let with = |layers: u32| {
-                let mut kept_layers = base.kept_layers;
-                *kind.kept_mut(&mut kept_layers) = layers;
-                StepSettings { kept_layers, ..base.clone() }
-            };
+            let number = guess.clamp(low + 1, high - 1);
             // If so many fit, perhaps one more does; if not, perhaps one less.
-            let next =
-                [layers, layers + 1, layers - 1].into_iter().filter(|next| (low + 1..high).contains(next));
-            self.runs.ahead_of_first(next.map(|next| (with(next), filled.accumulation)));
-            let other = self.again(&filled, with(layers))?;
+            let next = [number, number + 1, number - 1];
+            let next = next.into_iter().filter(|next| (low + 1..high).contains(next));
+            self.runs.ahead_of_first(next.map(|next| (with(next), found.accumulation)));
+            let other = self.again(&found, with(number))?;
             if self.fits(&other, room) {
-                (low, least, filled) = (layers, memory(&other), other);
+                (low, least, found) = (number, memory(&other), other);
             } else {
-                (high, most) = (layers, memory(&other));
+                (high, most) = (number, memory(&other));
             }
         }
-        Ok(filled)
+        Ok(found)
     }
 
     fn again(&self, choice: &Choice, settings: StepSettings) -> Result<Choice, StepError> {

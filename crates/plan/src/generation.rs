@@ -9,6 +9,7 @@ use plimsoll_memory::{ByteSize, Tag, Tier};
 use plimsoll_model::{ModelSpec, StoredWeights};
 use plimsoll_step::{DecodeSettings, Precision, Residency, StepError, WeightOffload, WeightStorage};
 
+use crate::streaming::largest;
 use crate::{DryRun, PassFootprint, expert_slots, fitting_residency, streaming_overhead_bytes};
 
 /// Tokens of a pass over the prompt, the fastest first.
@@ -237,7 +238,7 @@ impl GenerationPlan {
         asked: bool,
         pages: Option<u64>,
     ) -> Result<GenerationPlan, StepError> {
-        for sequences in (2..=most).rev() {
+        let fitting = |sequences: u64| -> Result<Option<Found>, StepError> {
             let settings = request.paged(DecodeSettings { sequences, ..self.settings });
             let fitting = |pages: u64| -> Result<Option<Found>, StepError> {
                 let pages = settings.pages.map(|_| pages);
@@ -245,25 +246,24 @@ impl GenerationPlan {
             };
             let all = pages.unwrap_or(settings.pages.unwrap_or(0));
             if let Some(found) = fitting(all)? {
-                return request.plan(found);
+                return Ok(Some(found));
             }
             let least = settings.least_pages(request.spec).min(all);
-            let (mut low, mut high) = (if asked { least } else { least.max(all / 2) }, all);
-            if settings.pages.is_none() || pages.is_some() || low >= high {
-                continue;
+            let low = if asked { least } else { least.max(all / 2) };
+            match settings.pages.is_none() || pages.is_some() {
+                true => Ok(None),
+                false => largest(low..all, fitting),
             }
-            let Some(mut best) = fitting(low)? else { continue };
-            // `low` fits, `high` does not.
-            while low + 1 < high {
-                let middle = low.midpoint(high);
-                match fitting(middle)? {
-                    Some(found) => (low, best) = (middle, found),
-                    None => high = middle,
-                }
-            }
-            return request.plan(best);
+        };
+        // As many as may be are there most often.
+        if most < 2 {
+            return Ok(self.clone());
         }
-        Ok(self.clone())
+        let found = match fitting(most)? {
+            Some(found) => Some(found),
+            None => largest(2..most, fitting)?,
+        };
+        found.map_or_else(|| Ok(self.clone()), |found| request.plan(found))
     }
 
     /// Whether settings fit: with what this plan keeps in memory, or where it brings weights with as many as then can be.

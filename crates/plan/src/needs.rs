@@ -71,7 +71,10 @@ pub fn needs(
             pages: None,
             drafted_tokens: 0,
         };
-        DryRun::generation(spec, settings, WeightStorage::new(weight_types), tokens - 1)
+        // Passes of one length take the same: a whole one, and the last one.
+        let last = (tokens - 1) % PROMPT_CHUNK_TOKENS;
+        let prompt = (PROMPT_CHUNK_TOKENS + last).min(tokens - 1);
+        DryRun::generation(spec, settings, WeightStorage::new(weight_types), prompt)
     };
     type Run<'a> = &'a (dyn Fn() -> Result<DryRun, StepError> + Sync);
     let list: [(&str, &str, Run<'_>); 6] = [

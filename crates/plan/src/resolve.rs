@@ -1,169 +1,35 @@
 //! From what the user wrote to what will run: every `auto` decided by dry-running a short list of candidates and
 //! taking the fastest that fits.
 
+mod candidates;
+mod choice;
+mod lighter;
+mod settings;
+
 use std::sync::Arc;
 
-use plimsoll_device::DType;
-use plimsoll_device::cpu::at_once;
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{ModelSpec, Parameter, Role};
-use plimsoll_step::{
-    AttentionKind, Checkpointing, GradientClipping, Group, KeptLayers, Linears, LossScaling,
-    MOST_INTERLEAVED, NormSource, Offload, Precision, Ranks, RouterTraining, StepError, StepSettings,
-    TrainingMethod, UpdateTiming,
-};
+use plimsoll_step::{Checkpointing, Offload, Precision, StepError, StepSettings, TrainingMethod};
 
-use crate::config::{
-    Attention, Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, MixedPrecision,
-    RawConfig, TrainingConfig,
-};
-use crate::dry_run::DryRun;
+use self::candidates::powers_of_two;
+pub(crate) use self::candidates::{batches, checkpointings, precisions};
+pub use self::choice::Choice;
+pub use self::lighter::lighter_choices;
+pub use self::settings::{loss_chunk_tokens, resolved_config};
+pub(crate) use self::settings::{resolved_with, settled, step_settings};
+use crate::config::{RawConfig, TrainingConfig};
 use crate::expert_slots;
 use crate::limits::Limits;
-use crate::offload::{self, TensorKind, as_said, kept_as_said, stages};
-use crate::optimizer::optimizer_settings;
-use crate::runs::{DryRuns, Wanted, threads};
-use crate::stages::telling;
-use crate::time::{Rates, TimeEstimate};
-
-/// Sequences of an optimizer step where the user names none.
-const DEFAULT_EFFECTIVE_BATCH: u64 = 8;
-
-/// Logits of a chunk take about this much where the user does not say.
-const LOGITS_BYTES: u64 = 32 << 20;
+use crate::offload::{as_said, stages};
+use crate::runs::{DryRuns, Wanted};
 
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 pub(crate) const AS_FAST: f64 = 1.01;
 
-/// Tokens of a chunk below which a plan that is to need less does not go.
-const LEAST_CHUNK: u64 = 256;
-
 /// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs those of a
 /// pass dry.
 const MOST_TOGETHER: u64 = 32;
-
-/// A training step with nothing left to decide, and what the dry run says of it.
-#[derive(Clone, Debug)]
-pub struct Choice {
-    /// The step.
-    pub settings: StepSettings,
-    /// Micro-batches of an optimizer step.
-    pub accumulation: u64,
-    /// The rank whose step was run dry: of a pipeline, one of the stage that takes most, until it is known that all fit.
-    pub rank: u32,
-    /// Whether all stages have been run: not where one takes more than there is.
-    pub whole: bool,
-    /// Its memory and arithmetic.
-    pub dry_run: DryRun,
-    /// Its time.
-    pub time: TimeEstimate,
-}
-
-impl Choice {
-    /// Runs a step dry.
-    pub fn new(
-        spec: &ModelSpec,
-        settings: StepSettings,
-        accumulation: u64,
-        rates: &Rates,
-    ) -> Result<Choice, StepError> {
-        Choice::within(spec, settings, accumulation, rates, None)
-    }
-
-    /// The same; of a pipeline, no further stages where one does not keep to the limits.
-    pub(crate) fn within(
-        spec: &ModelSpec,
-        settings: StepSettings,
-        accumulation: u64,
-        rates: &Rates,
-        limits: Option<Limits>,
-    ) -> Result<Choice, StepError> {
-        // Of the ranks that micro-batches of this one go through, the first has most under way, and the last one has the head.
-        let ranks = telling(spec, &settings, rates.wiring.network);
-        Choice::through(ranks, spec, &settings, accumulation, rates, limits)
-    }
-
-    /// The same through the stages of these ranks.
-    pub(crate) fn through(
-        ranks: Vec<u32>,
-        spec: &ModelSpec,
-        settings: &StepSettings,
-        accumulation: u64,
-        rates: &Rates,
-        limits: Option<Limits>,
-    ) -> Result<Choice, StepError> {
-        let stages = ranks.len();
-        let mut all: Vec<Choice> = Vec::new();
-        for rank in ranks {
-            all.push(Choice::of_stage(spec, settings, rank, accumulation, rates)?);
-            if limits.is_some_and(|limits| all.last().is_some_and(|stage| !limits.allow(stage))) {
-                break;
-            }
-        }
-        let whole = all.len() == stages;
-        let slowest = all.iter().map(|stage| stage.time);
-        let slowest = slowest.max_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
-        let bytes = |stage: &Choice| {
-            let run = &stage.dry_run;
-            (run.peak_bytes().saturating_add(run.host_bytes()), run.disk_bytes())
-        };
-        // Of several, the first.
-        let heaviest = all.into_iter().rev().max_by_key(bytes);
-        let heaviest = heaviest.ok_or(StepError::Invariant { what: "a pipeline has no stages" })?;
-        let time = slowest.unwrap_or(heaviest.time);
-        Ok(Choice { whole, time, ..heaviest })
-    }
-
-    /// A step through a pipeline, of which one stage is run: that of a rank.
-    fn of_stage(
-        spec: &ModelSpec,
-        settings: &StepSettings,
-        rank: u32,
-        accumulation: u64,
-        rates: &Rates,
-    ) -> Result<Choice, StepError> {
-        let ranks = Ranks { rank, ..settings.ranks };
-        let own = StepSettings { ranks, ..settings.clone() };
-        let dry_run = DryRun::timed_training(spec, &own, accumulation, rates)?;
-        let time = TimeEstimate::of_stage(&dry_run, settings, accumulation);
-        Ok(Choice { settings: settings.clone(), accumulation, rank, whole: true, dry_run, time })
-    }
-
-    /// The same of the rank that the settings are of.
-    pub(crate) fn first_stage(
-        spec: &ModelSpec,
-        settings: StepSettings,
-        accumulation: u64,
-        rates: &Rates,
-    ) -> Result<Choice, StepError> {
-        let alone = Choice::of_stage(spec, &settings, settings.ranks.rank, accumulation, rates)?;
-        Ok(Choice { whole: settings.ranks.mesh.pipeline <= 1, ..alone })
-    }
-
-    /// The same with what the rank that the settings are of takes, where another stage of a pipeline takes more.
-    pub fn of_own_stage(self, spec: &ModelSpec, rates: &Rates) -> Result<Choice, StepError> {
-        if self.settings.ranks.mesh.pipeline <= 1 {
-            return Ok(self);
-        }
-        let dry_run = DryRun::timed_training(spec, &self.settings, self.accumulation, rates)?;
-        Ok(Choice { dry_run, rank: self.settings.ranks.rank, whole: true, ..self })
-    }
-
-    /// Sequences of an optimizer step, of all ranks.
-    pub fn sequences(&self) -> u64 {
-        sequences(&self.settings, self.accumulation)
-    }
-
-    /// Bytes of arena that the step needs.
-    pub fn peak_bytes(&self) -> u64 {
-        self.dry_run.peak_bytes()
-    }
-}
-
-fn sequences(settings: &StepSettings, accumulation: u64) -> u64 {
-    let own = settings.batch_size.saturating_mul(accumulation);
-    own.saturating_mul(u64::from(settings.ranks.mesh.data))
-}
 
 /// Decides every `auto` of the step. What the user left open stays on the device unless nothing fits then. Where nothing
 /// fits at all, the smallest candidate comes back: it does not fit either.
@@ -317,15 +183,21 @@ impl Search<'_> {
         let together = if self.limits.narrow.is_some() { all.len() } else { 1 };
         for alike in all.chunks(together.max(1)) {
             for batches in batches(self.config) {
-                let mut candidates = Vec::new();
+                let mut possible = Vec::new();
                 for precision in alike {
                     // Where the lightest form does not fit, no other will.
                     if self.lightest(*precision, offload, &batches)?.is_some() {
-                        candidates.extend(self.of_all_forms(*precision, offload, &batches)?);
+                        possible.push(*precision);
                     }
                 }
-                for room in [self.limits.target_bytes, self.limits.room_bytes] {
-                    if let Some(index) = best(&candidates, |choice| self.fits(choice, room)) {
+                // What there is no room for under the target need not be run where anything is below it.
+                for room_bytes in [self.limits.target_bytes, self.limits.room_bytes] {
+                    let within = Search { limits: Limits { room_bytes, ..self.limits }, ..*self };
+                    let mut candidates = Vec::new();
+                    for precision in &possible {
+                        candidates.extend(within.of_all_forms(*precision, offload, &batches)?);
+                    }
+                    if let Some(index) = best(&candidates, |choice| self.fits(choice, room_bytes)) {
                         return Ok(Some(candidates.swap_remove(index)));
                     }
                 }
@@ -538,415 +410,4 @@ fn best(candidates: &[Choice], fits: impl Fn(&Choice) -> bool) -> Option<usize> 
         .filter(|(_, c)| per_token(c) <= fastest * AS_FAST)
         .min_by_key(|(_, c)| c.peak_bytes())
         .map(|(i, _)| i)
-}
-
-/// Steps that do the same as `choice` in less memory: everything but what they recompute, how many sequences they take at
-/// once and where tensors live stays. In the order in which they need less, the least last.
-///
-/// What the user fixed is not kept here: these are for when it no longer fits. Micro-batches have at least `least_batch` sequences,
-/// or those that they have.
-pub fn lighter_choices(
-    spec: &ModelSpec,
-    choice: &Choice,
-    rates: &Rates,
-    limits: Limits,
-    least_batch: u64,
-) -> Result<Vec<Choice>, StepError> {
-    let own = &choice.settings;
-    let effective = own.batch_size * choice.accumulation;
-    let sizes = powers_of_two(own.batch_size).chain([own.batch_size]);
-    let fits_in = |size: &u64| effective.is_multiple_of(*size) && *size >= least_batch.min(own.batch_size);
-    let mut sizes: Vec<u64> = sizes.filter(fits_in).collect();
-    sizes.dedup();
-    let groups = Checkpointing::Selective(Group::ALL.into_iter().take(3).collect());
-    let mut forms = vec![own.checkpointing];
-    // A sequence in chunks keeps the inputs of layers, whatever there is room for.
-    if own.chunk_tokens().is_none() {
-        forms.extend([groups, Checkpointing::Full, Checkpointing::Sqrt]);
-    }
-    let lighter = |checkpointing, batch_size, offload, kept_layers| {
-        let loss_chunk_tokens = own.loss_chunk_tokens.min(batch_size * own.sequence_length);
-        let settings = StepSettings {
-            checkpointing,
-            batch_size,
-            offload,
-            kept_layers,
-            loss_chunk_tokens,
-            micro_batches_per_pass: 1,
-            ..own.clone()
-        };
-        (expert_slots::fewest(spec, settings, own.expert_slots), effective / batch_size)
-    };
-    let made = |wanted: Vec<Wanted>| -> Result<Vec<Choice>, StepError> {
-        let made = at_once(&wanted, threads(), |(settings, accumulation)| {
-            Choice::new(spec, settings.clone(), *accumulation, rates)
-        });
-        made.into_iter().collect()
-    };
-    let mut wanted = Vec::new();
-    if let Some(half) = own.chunk_tokens().map(|chunk| chunk / 2).filter(|half| *half >= LEAST_CHUNK) {
-        let (settings, accumulation) =
-            lighter(own.checkpointing, own.batch_size, own.offload, KeptLayers::NONE);
-        wanted.push((StepSettings { sequence_chunk_tokens: Some(half), ..settings }, accumulation));
-    }
-    let mut kepts = vec![own.kept_layers, KeptLayers::NONE];
-    kepts.dedup();
-    for kept_layers in kepts {
-        for checkpointing in &forms {
-            for size in &sizes {
-                wanted.push(lighter(*checkpointing, *size, own.offload, kept_layers));
-            }
-        }
-    }
-    let mut all = made(wanted)?;
-    let least = sizes.first().copied().unwrap_or(own.batch_size);
-    let lightest = all.iter().map(|other| limits.memory(other)).min().unwrap_or(0);
-    let (mut offload, mut wanted) = (own.offload, Vec::new());
-    for kind in TensorKind::IN_ORDER {
-        let tier = kind.tier_mut(&mut offload);
-        if *tier != Tier::Device {
-            continue;
-        }
-        *tier = Tier::Disk;
-        wanted.push(lighter(Checkpointing::Full, least, offload, KeptLayers::NONE));
-    }
-    all.extend(made(wanted)?.into_iter().filter(|further| limits.memory(further) < lightest));
-    all.retain(|other| {
-        limits.memory(other) < limits.memory(choice)
-            && other.dry_run.disk_bytes() <= limits.disk_bytes.max(choice.dry_run.disk_bytes())
-    });
-    all.sort_by_key(|other| std::cmp::Reverse(limits.memory(other)));
-    Ok(all)
-}
-
-/// Precisions, the first to be tried first: f32 loses nothing; a device that is made for a narrow type is trained in that.
-pub(crate) fn precisions(
-    training: &TrainingConfig,
-    method: &TrainingMethod,
-    narrow: Option<DType>,
-) -> Vec<Precision> {
-    let gradients = |default| match training.gradient_dtype().set() {
-        Some(GradientDtype::F32) => DType::F32,
-        Some(GradientDtype::Bf16) => DType::Bf16,
-        None => default,
-    };
-    // Adapters are in f32 themselves, and what is frozen needs no master.
-    let is_narrow = |p: &Parameter| !matches!(p.role, Role::Lora(..));
-    let trains_narrow = method.adapters().is_none_or(|adapters| adapters.layout.trained().any(is_narrow));
-    // f32 weights have f32 gradients: `validate` refuses anything else where it was written.
-    let f32 = Precision::F32;
-    let bf16 = |master_weights| Precision {
-        weights: DType::Bf16,
-        activations: DType::Bf16,
-        gradients: gradients(if master_weights || !trains_narrow { DType::F32 } else { DType::Bf16 }),
-        master_weights,
-        ..Precision::F32
-    };
-    // f32 weights are their own masters: no product of a block reads them as they are.
-    let fp8 = |master_weights| match master_weights {
-        true => Precision { gradients: gradients(DType::F32), ..Precision::FP8 },
-        false => Precision { linears: Linears::Fp8, ..bf16(false) },
-    };
-    // Updates of half a step's rounding vanish in f16: there are always masters.
-    let fp16 =
-        Precision { gradients: gradients(DType::F32), master_weights: trains_narrow, ..Precision::F16 };
-    // Without masters updates are rounded stochastically: that is for the user to choose.
-    let masters = training.master_weights().set() != Some(MasterWeights::None) && trains_narrow;
-    match training.mixed_precision().set() {
-        Some(MixedPrecision::F32) => vec![f32],
-        Some(MixedPrecision::Bf16) => vec![bf16(masters)],
-        Some(MixedPrecision::Fp8) => vec![fp8(masters)],
-        Some(MixedPrecision::Fp16) => vec![fp16],
-        None => {
-            let sixteen = if narrow == Some(DType::F16) { fp16 } else { bf16(masters) };
-            // Beside weights of four bits, activations of 32 would save nothing.
-            match method.adapters().is_some_and(|adapters| !adapters.weight_types.is_empty()) {
-                true => vec![sixteen],
-                false if narrow.is_some() => vec![sixteen, f32],
-                false => vec![f32, sixteen],
-            }
-        }
-    }
-}
-
-pub(crate) fn checkpointings(training: &TrainingConfig) -> Vec<Checkpointing> {
-    match training.gradient_checkpointing().set() {
-        Some(GradientCheckpointing::Form(form)) => vec![form],
-        Some(GradientCheckpointing::Within(_)) => every_checkpointing(),
-        None => {
-            // The cheapest work for a byte first, a group more each time.
-            let groups = |n| Checkpointing::Selective(Group::ALL.into_iter().take(n).collect());
-            let none = [Checkpointing::None];
-            let some = (2..Group::ALL.len()).map(groups);
-            none.into_iter().chain(some).chain([Checkpointing::Full, Checkpointing::Sqrt]).collect()
-        }
-    }
-}
-
-/// Every set of groups, and the forms that keep still less.
-fn every_checkpointing() -> Vec<Checkpointing> {
-    let groups = Group::ALL.into_iter().filter(|group| *group != Group::Block);
-    let sets = (1u32..32).map(|set| {
-        let members = groups.clone().enumerate().filter(|(i, _)| set & (1 << i) != 0);
-        Checkpointing::Selective(members.map(|(_, group)| group).collect())
-    });
-    let whole = [Checkpointing::None, Checkpointing::Full, Checkpointing::Sqrt];
-    let every = [2, 3, 4, 8].map(Checkpointing::Every);
-    whole.into_iter().chain(every).chain(sets).collect()
-}
-
-impl TimeEstimate {
-    /// That of a rank's step. The stages of a pipeline wait for the first micro-batch to reach them, and for the last one to come back,
-    /// each as long as it takes for a micro-batch, or for one in one of its runs of layers.
-    fn of_stage(run: &DryRun, settings: &StepSettings, accumulation: u64) -> TimeEstimate {
-        let mesh = settings.ranks.mesh;
-        let tokens = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
-        let tokens = tokens.saturating_mul(u64::from(mesh.data));
-        let mut times = run.times.unwrap_or_default();
-        let legs = accumulation.max(1) as f64 * f64::from(settings.pipeline_schedule.rounds());
-        let passes = times.elapsed - run.update_seconds;
-        let idle = passes * f64::from(mesh.pipeline.saturating_sub(1)) / legs;
-        times.elapsed += idle;
-        times.waited += idle;
-        TimeEstimate::new(times, &run.tally, tokens)
-    }
-}
-
-/// Pairs of batch size and accumulation that the user's words leave open, and those to turn to where none of them fits.
-pub(crate) fn batches(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
-    let mut all = every_batch(config);
-    if config.sequence_chunk().is_some() {
-        all.iter_mut().for_each(|batches| batches.retain(|(batch_size, _)| *batch_size == 1));
-        all.retain(|batches| !batches.is_empty());
-    }
-    // Others do not go through interleaved stages in whole groups.
-    let groups = config.parallel.micro_batch_groups();
-    if groups > 1 {
-        let goes = |steps: u64| steps.is_multiple_of(groups) && steps <= MOST_INTERLEAVED;
-        all.iter_mut().for_each(|batches| batches.retain(|(_, steps)| goes(*steps)));
-    }
-    all
-}
-
-fn every_batch(config: &RawConfig) -> Vec<Vec<(u64, u64)>> {
-    let training = &config.training;
-    let ranks = config.parallel.data_parallel();
-    let mut first = preferred_batches(training, ranks, config.parallel.micro_batch_groups());
-    if let Some(dynamic) = config.dynamic_batching() {
-        let batch_said = training.batch_size().set().is_some();
-        if let (false, Auto::Auto) = (batch_said, training.gradient_accumulation_steps()) {
-            let effective = first.first().map_or(1, |(batch, steps)| batch * steps);
-            let effective = match training.effective_batch_size.and_then(Auto::set) {
-                Some(_) => effective,
-                None => effective.next_multiple_of(dynamic.min_batch_size().max(1)),
-            };
-            first = dynamic.sizes(effective).into_iter().rev().map(|size| (size, effective / size)).collect();
-        }
-        first.retain(|(batch, _)| dynamic.allows(*batch));
-        // A batch that was said and does not fit is the first to give way.
-        let smaller = |(batch, steps): (u64, u64)| {
-            let whole = batch * steps;
-            let sizes = dynamic.sizes(whole).into_iter().filter(move |size| *size < batch);
-            sizes.map(move |size| vec![(size, whole / size)])
-        };
-        let further = first.clone().into_iter().filter(|_| batch_said).flat_map(smaller);
-        return std::iter::once(first.clone()).chain(further).collect();
-    }
-    let said = [training.batch_size(), training.gradient_accumulation_steps()];
-    let said = said.into_iter().chain(training.effective_batch_size).any(|key| key.set().is_some());
-    if said || !training.optimizer_in_backward() {
-        return vec![first];
-    }
-    // A sum over micro-batches is a gradient that lives through the whole pass: without it there is none to keep.
-    let together = |batch_size| (batch_size, 1);
-    let fewer = powers_of_two(DEFAULT_EFFECTIVE_BATCH / 2).map(together).collect();
-    vec![first, vec![together(DEFAULT_EFFECTIVE_BATCH)], fewer]
-}
-
-/// Of one of so many ranks, which takes micro-batches in groups of so many.
-fn preferred_batches(training: &TrainingConfig, ranks: u64, groups: u64) -> Vec<(u64, u64)> {
-    let batch_size = training.batch_size().set();
-    let accumulation = training.gradient_accumulation_steps().set();
-    let own_of = |whole: u64| (whole / ranks.max(1)).max(1);
-    let effective = training.effective_batch_size.and_then(Auto::set).map(own_of);
-    match (batch_size, accumulation, effective) {
-        (Some(b), Some(a), _) => vec![(b, a)],
-        (Some(b), None, None) => vec![(b, groups)],
-        (Some(b), None, Some(e)) => vec![(b, (e / b).max(1))],
-        (None, Some(a), Some(e)) => vec![((e / a).max(1), a)],
-        (None, Some(a), None) => powers_of_two(own_of(DEFAULT_EFFECTIVE_BATCH)).map(|b| (b, a)).collect(),
-        (None, None, effective) => {
-            let usual = own_of(DEFAULT_EFFECTIVE_BATCH).next_multiple_of(groups);
-            let effective = effective.unwrap_or(usual);
-            let splits = powers_of_two(effective).chain([effective]).filter(|b| effective.is_multiple_of(*b));
-            let mut splits: Vec<_> = splits.map(|b| (b, effective / b)).collect();
-            splits.dedup();
-            splits
-        }
-    }
-}
-
-fn powers_of_two(most: u64) -> impl Iterator<Item = u64> {
-    (0..6).map(|power| 1 << power).take_while(move |n| *n <= most)
-}
-
-pub(crate) fn step_settings(
-    config: &RawConfig,
-    spec: &ModelSpec,
-    method: &TrainingMethod,
-    precision: Precision,
-    checkpointing: Checkpointing,
-    batch_size: u64,
-) -> StepSettings {
-    let training = &config.training;
-    let sequence_length = config.data.sequence_length();
-    let clip = training.max_gradient_norm();
-    StepSettings {
-        batch_size,
-        sequence_length,
-        precision,
-        checkpointing,
-        compression: training.activation_compression().0,
-        attention: training.attention().set().map_or(AttentionKind::Flash, |attention| attention.0),
-        // Which token it is says the tokenizer, when there is one; the plan is the same for each.
-        document_end: (config.data.document_mask() && !config.data.has_samples())
-            .then(|| spec.eos_tokens.first().copied().unwrap_or(0)),
-        document_starts: config.data.has_samples() && config.data.packing(),
-        target_weights: config.data.has_samples(),
-        mlp_chunk_tokens: training.mlp_chunk_tokens,
-        loss_chunk_tokens: training.loss_chunk_tokens().set().unwrap_or_else(|| {
-            let tokens = config.sequence_chunk().unwrap_or(batch_size * sequence_length);
-            loss_chunk_tokens(spec.vocab_size, tokens)
-        }),
-        optimizer: optimizer_settings(training),
-        clipping: if clip > 0.0 { GradientClipping::GlobalNorm(clip) } else { GradientClipping::None },
-        loss_scaling: (precision.activations == DType::F16).then(LossScaling::default),
-        update: match (training.optimizer_in_backward(), training.in_backward_clipping) {
-            (false, _) => UpdateTiming::AfterBackward,
-            (true, Some(InBackwardClipping::PreviousNorm)) => {
-                UpdateTiming::InBackward(NormSource::PreviousStep)
-            }
-            // Without clipping the norm is only reported: `validate` has seen to the rest.
-            (true, Some(InBackwardClipping::SecondBackward) | None) => {
-                UpdateTiming::InBackward(NormSource::SecondBackward)
-            }
-        },
-        method: method.clone(),
-        offload: Offload::NONE,
-        kept_layers: kept_as_said(&config.memory.kept_layers),
-        expert_slots: 0,
-        micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
-        ranks: Ranks { rank: config.rank, mesh: config.parallel.mesh() },
-        sharding: config.parallel.sharding(),
-        overlap_communication: config.parallel.overlap_communication().set().unwrap_or(false),
-        sequence_chunk_tokens: None,
-        pipeline_schedule: config.parallel.schedule(),
-        sequence_parallel: config.parallel.sequence_parallel(),
-        evaluation_batch_size: training.eval_batch_size().set(),
-        balance_loss: balance_loss(config, spec, method),
-        routers: router_training(config, spec, method),
-        stage: None,
-        seed: training.seed(),
-    }
-}
-
-/// Factor on the load-balancing loss of experts.
-fn balance_loss(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> f64 {
-    let Some(experts) = &spec.experts else { return 0.0 };
-    let usual = match method {
-        // No stage of a pipeline sees all layers.
-        TrainingMethod::Full if config.parallel.mesh().pipeline <= 1 => experts.router.balance_loss,
-        _ => 0.0,
-    };
-    config.training.router_aux_loss_coef().set().unwrap_or(usual)
-}
-
-/// How fast the bias of a router changes that is balanced by it (DeepSeek-V3).
-const BIAS_UPDATE_SPEED: f64 = 1e-3;
-
-/// What else is done with routers.
-fn router_training(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> RouterTraining {
-    let Some(experts) = &spec.experts else { return RouterTraining::default() };
-    let training = &config.training;
-    let from_scratch = config.model.path.is_none() && *method == TrainingMethod::Full;
-    let speed = if from_scratch { BIAS_UPDATE_SPEED } else { 0.0 };
-    let speed = training.router_bias_update_speed().set().unwrap_or(speed);
-    RouterTraining {
-        z_loss: training.router_z_loss_coef(),
-        jitter: training.router_jitter_noise() as f32,
-        capacity: training.expert_capacity_factor,
-        correction_speed: if experts.router.correction { speed } else { 0.0 },
-    }
-}
-
-/// The step of a configuration of which nothing is left open, or the first of its candidates.
-pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Option<Wanted> {
-    let precision = precisions(&config.training, method, None).first().copied()?;
-    let form = checkpointings(&config.training).first().copied()?;
-    let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
-    let settings = step_settings(config, spec, method, precision, form, batch_size);
-    Some((at_home(config, spec, settings, as_said(&config.memory.offload)), accumulation))
-}
-
-/// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
-pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
-    let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
-    let power = 1 << (63 - most.leading_zeros());
-    tokens.min(power).max(1)
-}
-
-/// The configuration with every `auto` of the step replaced by what was chosen: it can be run again.
-pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
-    resolved_with(config, &choice.settings, choice.accumulation)
-}
-
-/// The same of a step that need not have been run.
-pub(crate) fn resolved_with(config: &RawConfig, settings: &StepSettings, accumulation: u64) -> RawConfig {
-    let mut resolved = config.clone();
-    // What was looked for has been found.
-    resolved.planning = Default::default();
-    let Precision { weights, gradients, master_weights, linears, .. } = settings.precision;
-    let fp8 = linears == Linears::Fp8;
-    let narrow = fp8 || weights != DType::F32;
-    resolved.memory.offload = offload::resolved(settings.offload);
-    resolved.memory.kept_layers = offload::kept_resolved(settings.kept_layers);
-    if settings.expert_slots > 0 {
-        resolved.memory.expert_slots = Some(Auto::Set(u64::from(settings.expert_slots)));
-    }
-    if settings.can_overlap() {
-        resolved.parallel.overlap_communication = Some(Auto::Set(settings.overlap_communication));
-    }
-    let training = &mut resolved.training;
-    training.batch_size = Some(Auto::Set(settings.batch_size));
-    training.gradient_accumulation_steps = Some(Auto::Set(accumulation));
-    training.effective_batch_size = Some(Auto::Set(sequences(settings, accumulation)));
-    training.mixed_precision = Some(Auto::Set(match weights {
-        _ if fp8 => MixedPrecision::Fp8,
-        DType::Bf16 => MixedPrecision::Bf16,
-        DType::F16 => MixedPrecision::Fp16,
-        _ => MixedPrecision::F32,
-    }));
-    training.master_weights = narrow.then_some(Auto::Set(match master_weights || weights == DType::F32 {
-        true => MasterWeights::F32,
-        false => MasterWeights::None,
-    }));
-    training.gradient_dtype = Some(Auto::Set(match gradients {
-        DType::Bf16 => GradientDtype::Bf16,
-        _ => GradientDtype::F32,
-    }));
-    training.gradient_checkpointing = Some(Auto::Set(GradientCheckpointing::Form(settings.checkpointing)));
-    training.loss_chunk_tokens = Some(Auto::Set(settings.loss_chunk_tokens));
-    training.micro_batches_per_pass = Some(Auto::Set(settings.micro_batches_per_pass));
-    training.attention = Some(Auto::Set(Attention(settings.attention)));
-    training.sequence_chunk_tokens = settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
-    if settings.balance_loss > 0.0 {
-        training.router_aux_loss_coef = Some(Auto::Set(settings.balance_loss));
-    }
-    if settings.routers.correction_speed > 0.0 {
-        training.router_bias_update_speed = Some(Auto::Set(settings.routers.correction_speed));
-    }
-    if config.data.validation.is_some() {
-        training.eval_batch_size = Some(Auto::Set(settings.evaluated()));
-    }
-    resolved
 }

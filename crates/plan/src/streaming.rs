@@ -37,7 +37,7 @@ pub fn fitting_residency(
     // A head that is larger than layers makes every buffer larger, so that it may be better kept.
     for head in [true, false] {
         let with = |layers| Residency::Spread { layers, head, expert_slots: 0 };
-        let fitting = most(0..spec.num_layers + 1, |layers| fits(with(layers)))?;
+        let fitting = largest(0..u64::from(spec.num_layers) + 1, |layers| fits(with(layers as u32)))?;
         best = better(best, fitting);
     }
     Ok(better(best, fitting_slots(spec, &mut fits)?).map(|(residency, _)| residency))
@@ -51,11 +51,14 @@ fn better(one: Option<(Residency, u64)>, other: Option<(Residency, u64)>) -> Opt
     }
 }
 
-/// What the largest number of a range gives that fits; `None` where the first does not. What fits with a number fits with a smaller one.
-fn most<T>(
-    numbers: Range<u32>,
-    mut fits: impl FnMut(u32) -> Result<Option<T>, StepError>,
+/// What the largest number of a range gives that fits; `None` where the first does not, or there is none. What fits with a number fits with a smaller one.
+pub(crate) fn largest<T>(
+    numbers: Range<u64>,
+    mut fits: impl FnMut(u64) -> Result<Option<T>, StepError>,
 ) -> Result<Option<T>, StepError> {
+    if numbers.is_empty() {
+        return Ok(None);
+    }
     let Some(mut fitting) = fits(numbers.start)? else { return Ok(None) };
     // `low` fits, `high` does not.
     let (mut low, mut high) = (numbers.start, numbers.end);
@@ -80,7 +83,8 @@ fn fitting_slots(
     };
     for (layers, head) in [(spec.num_layers, true), (spec.num_layers, false), (0, false)] {
         let with = |expert_slots| Residency::Spread { layers, head, expert_slots };
-        let fitting = most(least..all + 1, |slots| fits(with(slots)))?;
+        let numbers = u64::from(least)..u64::from(all) + 1;
+        let fitting = largest(numbers, |slots| fits(with(slots as u32)))?;
         if fitting.is_some() {
             return Ok(fitting);
         }

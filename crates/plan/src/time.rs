@@ -159,7 +159,8 @@ impl TimeEstimate {
 }
 
 fn at_rate(count: u64, rate: f64) -> f64 {
-    count as f64 / rate.max(1.0)
+    // Most operations do next to nothing of what there is to do, and are asked millions of times.
+    if count == 0 { 0.0 } else { count as f64 / rate.max(1.0) }
 }
 
 impl Rates {

@@ -180,7 +180,7 @@ fn frozen_experts_have_slots_where_weights_are_away() {
         TrainingPlan::new(&config(budget, &[&base[..], set].concat()), &spec, &machine()).unwrap()
     };
     let few = with(64 << 30, &["memory.expert_slots=8", "training.micro_batches_per_pass=1"]);
-    let all = with(64 << 30, &[]);
+    let all = with(64 << 30, &["memory.expert_slots=128"]);
     let [of_few, of_all] = [&few, &all].map(|plan| plan.expert_reads().unwrap());
     assert_eq!((of_few.slots, of_all.slots, of_all.experts), (8, 128, 4 * 128));
     // Four micro-batches share a pass and what it reads.
@@ -190,13 +190,17 @@ fn frozen_experts_have_slots_where_weights_are_away() {
     assert_eq!(all.to_json()["memory"]["experts"]["slots"], 128);
     // As many as there is room for, which is what the configuration then says.
     let one = ["training.micro_batches_per_pass=1"];
-    let [least, most] = [few.process_bytes(), with(64 << 30, &one).process_bytes()];
+    let all_of_one = with(64 << 30, &[&one[..], &["memory.expert_slots=128"]].concat());
+    let [least, most] = [few.process_bytes(), all_of_one.process_bytes()];
     let some = with(least.midpoint(most), &[&one[..], &["memory.target_utilization=1"]].concat());
     let slots = some.expert_reads().unwrap().slots;
     assert!(some.fits() && slots > 40 && slots < 128, "{slots}");
     assert_eq!(some.config.memory.expert_slots, Some(Auto::Set(u64::from(slots))));
     let again = TrainingPlan::new(&some.config, &spec, &machine()).unwrap();
     assert_eq!(again.choice.settings, some.choice.settings);
+    // Where every expert of a layer has room, whole layers come ahead of their use if that is faster.
+    let open = with(64 << 30, &[]);
+    assert!(open.choice.time.step_seconds <= all.choice.time.step_seconds);
     // With their layers, where that is asked for or experts are trained.
     let layers = with(64 << 30, &["memory.expert_slots=0"]);
     assert!(layers.expert_reads().is_none() && layers.process_bytes() > few.process_bytes());

@@ -4,7 +4,7 @@
 //! Those of matrices may live on a lower tier between their uses. Then they are in a buffer only while the step works on
 //! their layer, or on their piece of a table.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,6 +15,7 @@ use plimsoll_device::{
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
 use plimsoll_model::{BlockId, Parameter, ParameterKind, Role};
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::StepError;
 use crate::head::rows;
@@ -35,21 +36,21 @@ const SUMS: u64 = 0x50a5;
 pub(crate) struct Gradients<'a> {
     device: &'a dyn Device,
     dtype: DType,
-    shapes: HashMap<(BlockId, Role), Vec<u64>>,
-    tensors: HashMap<(BlockId, Role), Written>,
+    shapes: FxHashMap<(BlockId, Role), Vec<u64>>,
+    tensors: FxHashMap<(BlockId, Role), Written>,
     seed: u64,
     /// Of what the present pass writes.
     pass_seed: u64,
     /// What the passes so far add up to, where each pass has gradients of its own: of this rank's shares.
-    totals: HashMap<(BlockId, Role, u32), Tensor>,
+    totals: FxHashMap<(BlockId, Role, u32), Tensor>,
     /// The parts of which there are such sums, here or below the device.
-    begun: HashSet<(BlockId, Role, u32)>,
+    begun: FxHashSet<(BlockId, Role, u32)>,
     /// Whether it is such sums that live below the device.
     totals_away: bool,
     /// Those that live on a lower tier.
     away: Parcels<'a, Unit, Role>,
     /// The pieces of tables there.
-    pieces: HashMap<(BlockId, Role), Vec<Range<u64>>>,
+    pieces: FxHashMap<(BlockId, Role), Vec<Range<u64>>>,
     /// The units there whose gradients were begun and not given back.
     exist: BTreeSet<Unit>,
     /// The piece of a table that is in a buffer.
@@ -141,7 +142,7 @@ impl<'a> Gradients<'a> {
         OnTier { tiers, tier, stays, totals }: OnTier<'_>,
         (cut, buffers): (Pieces, usize),
     ) -> Result<Self, StepError> {
-        let (mut parcels, mut pieces) = (HashMap::<Unit, Parcel<Role>>::new(), HashMap::new());
+        let (mut parcels, mut pieces) = (FxHashMap::<Unit, Parcel<Role>>::default(), FxHashMap::default());
         for p in trained.iter().filter(|p| tier != Tier::Device && is_matrix(p) && !stays(p)) {
             if let Some(totals) = totals {
                 for part in totals(p).iter().filter(|part| !part.rows.is_empty()) {
@@ -168,11 +169,11 @@ impl<'a> Gradients<'a> {
             device,
             dtype,
             shapes: trained.iter().map(|p| ((p.block, p.role), p.shape.clone())).collect(),
-            tensors: HashMap::new(),
+            tensors: FxHashMap::default(),
             seed: 0,
             pass_seed: 0,
-            totals: HashMap::new(),
-            begun: HashSet::new(),
+            totals: FxHashMap::default(),
+            begun: FxHashSet::default(),
             totals_away: totals.is_some(),
             away: Parcels::of(device, tiers, parcels, buffers, "gradients.staging")?,
             pieces,

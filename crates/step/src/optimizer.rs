@@ -3,7 +3,7 @@
 //! A file for each rule says which states a parameter has and which operations make its step. No rule needs the
 //! gradient of another tensor.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
 use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,6 +12,7 @@ use plimsoll_device::{DType, Device, Dry, Op, Rounding, Rule, Tensor};
 use plimsoll_disk::{Home, LowerTiers};
 use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
 use plimsoll_model::{BlockId, Parameter, Role};
+use rustc_hash::FxHashMap;
 
 use crate::StepError;
 use crate::tier::{Contents, HomePart, Parcel, Parcels, Pieces, Use, is_matrix};
@@ -44,12 +45,12 @@ pub(crate) struct Optimizer<'a> {
     kind: OptimizerKind,
     /// Elements of a query head.
     head_dim: u64,
-    slots: HashMap<(BlockId, Role), Slot>,
+    slots: FxHashMap<(BlockId, Role), Slot>,
     seed: u64,
     /// States that live on a lower tier.
     away: Parcels<'a, StateUnit, StateKind>,
     /// Their pieces, with the rows that each is of.
-    pieces: HashMap<(BlockId, Role), Vec<Piece>>,
+    pieces: FxHashMap<(BlockId, Role), Vec<Piece>>,
 }
 
 /// A parameter's state, and its numbers.
@@ -143,8 +144,8 @@ impl<'a> Optimizer<'a> {
         }
         let kind = settings.kind;
         let StateStorage { tiers, tier, stays, cut, head_dim, needs_master, seed, shares } = storage;
-        let mut slots = HashMap::new();
-        let (mut parcels, mut pieces) = (HashMap::new(), HashMap::<_, Vec<_>>::new());
+        let mut slots = FxHashMap::default();
+        let (mut parcels, mut pieces) = (FxHashMap::default(), FxHashMap::<_, Vec<_>>::default());
         for p in trained {
             device.enter(Phase::Setup, p.block.layer());
             tiers.enter(Phase::Setup, p.block.layer());
@@ -370,8 +371,11 @@ fn new_state(
 }
 
 /// Rows of a parameter, as a parameter.
-fn of_rows(parameter: &Parameter, rows: &Range<u64>) -> Parameter {
-    Parameter { shape: parameter.shape_of(rows), ..parameter.clone() }
+fn of_rows<'p>(parameter: &'p Parameter, rows: &Range<u64>) -> Cow<'p, Parameter> {
+    match *rows == parameter.all_rows() {
+        true => Cow::Borrowed(parameter),
+        false => Cow::Owned(Parameter { shape: parameter.shape_of(rows), ..parameter.clone() }),
+    }
 }
 
 /// Writes a tensor into a home, now. A dry run has none.

@@ -1,18 +1,22 @@
 //! What a step is asked to do: precision, batch, policies and numbers. All of it decided; nothing is `auto` here.
 
+mod checks;
+mod micro_batches;
+
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_device::{BlockSparse, Compute, DType};
 use plimsoll_memory::Tier;
-use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, QkNorm, Role, StoredWeights};
+use plimsoll_model::{AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
 use plimsoll_parallel::{Mesh, MeshPlace};
 
+pub use self::micro_batches::MicroBatch;
+pub(crate) use self::micro_batches::MicroBatches;
 use crate::inputs::Places;
-use crate::stage::Split;
 use crate::store::experts_can_come;
-use crate::{Checkpointing, Compression, OptimizerSettings, PipelineSchedule, Stage, StepError};
+use crate::{Checkpointing, Compression, OptimizerSettings, PipelineSchedule, Stage};
 
 /// Storage types of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -503,87 +507,6 @@ impl StepSettings {
         self.sequence_parallel && has_rows && ranks > 1 && tokens.is_multiple_of(ranks)
     }
 
-    /// What stands in the way of ranks that are to divide the work on this model so.
-    ///
-    /// # Errors
-    /// [`StepError`]: which way, and what would work.
-    pub fn check_mesh(&self, spec: &ModelSpec) -> Result<(), StepError> {
-        self.check_context()?;
-        self.check_pipeline(spec)?;
-        self.check_products(spec)?;
-        self.check_experts(spec)?;
-        self.check_sharers()
-    }
-
-    /// What stands in the way of ranks that have parts of the same sequences, if they do.
-    fn check_context(&self) -> Result<(), StepError> {
-        let what = match self.ranks.mesh.context {
-            0 | 1 => return Ok(()),
-            _ if self.chunk_tokens().is_some() => "sequences in chunks are not shared by ranks",
-            _ if self.attention == AttentionKind::Standard => {
-                "scores of shared sequences are not written out"
-            }
-            ranks if self.sequence_length < 2 * u64::from(ranks) => {
-                "a sequence has too few tokens for the ranks that share it"
-            }
-            _ => return Ok(()),
-        };
-        Err(StepError::Invariant { what })
-    }
-
-    /// What stands in the way of the neighbours that are to share.
-    fn check_sharers(&self) -> Result<(), StepError> {
-        match self.ranks.mesh.replicas().is_multiple_of(self.sharers()) {
-            true => Ok(()),
-            false => Err(StepError::Invariant { what: "ranks fall into no groups of as many that share" }),
-        }
-    }
-
-    /// What stands in the way of ranks that have some of the layers each, if they do.
-    fn check_pipeline(&self, spec: &ModelSpec) -> Result<(), StepError> {
-        let has_table =
-            |adapters: &Adapters| adapters.layout.trains_base(BlockId::Embedding, Role::TokenEmbedding);
-        let what = match self.ranks.mesh.pipeline {
-            0 | 1 => return Ok(()),
-            // The layers of one stage may be fewer.
-            stages if self.stage.is_none() && spec.num_layers < stages => {
-                return Err(StepError::TooManyStages { stages, layers: spec.num_layers });
-            }
-            stages if self.stage.is_none() && spec.num_layers / stages < self.pipeline_schedule.rounds() => {
-                let (rounds, layers) = (self.pipeline_schedule.rounds(), spec.num_layers);
-                return Err(StepError::TooManyRounds { stages, rounds, layers });
-            }
-            _ if spec.layers().any(|layer| spec.gating_residual_of(layer).is_some()) => {
-                return Err(StepError::Mesh {
-                    key: "parallel.pipeline_parallel",
-                    what: "gating residuals go from layer to layer, past the ends of stages",
-                    remedy: "give ranks other micro-batches, or parts of sequences, and all layers",
-                });
-            }
-            _ if spec.experts.is_some() && (self.balance_loss > 0.0 || self.routers.z_loss > 0.0) => {
-                return Err(StepError::Mesh {
-                    key: "parallel.pipeline_parallel",
-                    what: "the losses of routers are of all layers, which no stage has",
-                    remedy: "set training.router_aux_loss_coef and training.router_z_loss_coef to 0",
-                });
-            }
-            _ if self.chunk_tokens().is_some() => "sequences in chunks go through no pipeline",
-            _ if self.micro_batches_per_pass > 1 => "micro-batches go through a pipeline one by one",
-            _ if self.update != UpdateTiming::AfterBackward => {
-                "the stages of a pipeline update behind the backward pass"
-            }
-            _ if spec.tie_word_embeddings && self.method.adapters().is_some_and(has_table) => {
-                return Err(StepError::Mesh {
-                    key: "parallel.pipeline_parallel",
-                    what: "the first and the last stage have the embedding's table, which is trained beside adapters",
-                    remedy: "leave embed_tokens out of training.lora.modules_to_save",
-                });
-            }
-            _ => return Ok(()),
-        };
-        Err(StepError::Invariant { what })
-    }
-
     /// Ranks that have shares of the same states, gradients or weights.
     pub fn sharers(&self) -> u32 {
         let replicas = self.ranks.mesh.replicas();
@@ -591,95 +514,6 @@ impl StepSettings {
             ZeroStage::Nothing => replicas,
             _ => self.sharding.among.unwrap_or(replicas).clamp(1, replicas),
         }
-    }
-
-    /// What stands in the way of ranks that share every product, if they do.
-    fn check_products(&self, spec: &ModelSpec) -> Result<(), StepError> {
-        let ranks = self.ranks.mesh.tensor;
-        if ranks <= 1 {
-            return Ok(());
-        }
-        let adapted = |adapters: &Adapters| {
-            let config = adapters.layout.config();
-            let of_table = |p: &Parameter| p.block.layer().is_none() && matches!(p.role, Role::Lora(..));
-            (config.use_dora, adapters.layout.parameters().iter().any(of_table))
-        };
-        let (has_lengths, adapts_tables) = self.method.adapters().map_or((false, false), adapted);
-        let of_mesh = |what, remedy| StepError::Mesh { key: "parallel.tensor_parallel", what, remedy };
-        let what = match () {
-            () if self.chunk_tokens().is_some() => "sequences in chunks go through products of one rank",
-            () if !self.optimizer.kind.has_states_of_elements() => {
-                "an optimizer whose states are of rows or blocks needs whole matrices"
-            }
-            () if spec.attention.qk_norm == Some(QkNorm::Whole) => {
-                let what = "queries and keys are normalised over all heads, which no rank has";
-                return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
-            }
-            () if has_lengths => "lengths of rows need whole rows",
-            () if spec.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some()) => {
-                let what = "experts without matrices are on every rank";
-                return Err(of_mesh(what, "divide the others by parallel.expert_parallel"));
-            }
-            () if adapts_tables => {
-                let what = "an adapter of the embedding or the head needs all of its table";
-                return Err(of_mesh(what, "leave them out of training.lora.target_modules"));
-            }
-            () if self.stage.is_some() => return Ok(()),
-            () => {
-                let ranks = u64::from(ranks);
-                let experts = spec.experts.as_ref();
-                let is_dense = spec.layers().any(|layer| spec.experts_of(layer).is_none());
-                let shared = experts.and_then(|experts| experts.shared);
-                let sizes = [
-                    ("attention heads", spec.attention.heads),
-                    ("key-value heads", spec.attention.kv_heads),
-                    (
-                        "columns of the feed-forward part",
-                        if is_dense { spec.mlp.intermediate_size } else { ranks },
-                    ),
-                    ("experts", experts.map_or(ranks, |experts| experts.count)),
-                    ("columns of the shared expert", shared.map_or(ranks, |shared| shared.intermediate_size)),
-                ];
-                let blocks = |p: &Parameter| {
-                    let types = &self.method.adapters()?.weight_types;
-                    let elements = types.get(&(p.block, p.role))?.block_elements();
-                    let is_cut = Split::of_parameter(p) == Split::Columns;
-                    (is_cut && !(p.columns() / ranks).is_multiple_of(elements))
-                        .then(|| p.columns() / elements)
-                };
-                let blocks = spec.parameters().iter().find_map(blocks);
-                let blocks = blocks.map(|blocks| ("blocks of a row of a quantised weight", blocks));
-                let odd = sizes.into_iter().find(|(_, size)| !size.is_multiple_of(ranks)).or(blocks);
-                let Some((what, size)) = odd else { return Ok(()) };
-                let ranks = self.ranks.mesh.tensor;
-                return Err(StepError::UnevenProducts { ranks, what, size });
-            }
-        };
-        Err(StepError::Invariant { what })
-    }
-
-    /// What stands in the way of ranks that have different experts, if they do.
-    fn check_experts(&self, spec: &ModelSpec) -> Result<(), StepError> {
-        let Mesh { data, expert: ranks, tensor, .. } = self.ranks.mesh;
-        if ranks <= 1 {
-            return Ok(());
-        }
-        let of_mesh = |what, remedy| StepError::Mesh { key: "parallel.expert_parallel", what, remedy };
-        let what = match (&spec.experts, &self.stage) {
-            _ if tensor > 1 => "ranks that share every product have different experts",
-            _ if !data.is_multiple_of(ranks) => "ranks with different experts take other micro-batches",
-            _ if self.chunk_tokens().is_some() => "sequences in chunks go through experts of one rank",
-            _ if !self.optimizer.kind.has_states_of_elements() => {
-                "an optimizer whose states are of rows or blocks needs whole stacks"
-            }
-            (None, _) => return Err(of_mesh("the model has no experts", "leave it away")),
-            (Some(experts), None) if !experts.count.is_multiple_of(u64::from(ranks)) => {
-                let size = experts.count;
-                return Err(StepError::UnevenExperts { ranks, size });
-            }
-            (Some(_), _) => return Ok(()),
-        };
-        Err(StepError::Invariant { what })
     }
 
     /// Whether the head's table is the embedding's, here or of the whole model.
@@ -692,31 +526,6 @@ impl StepSettings {
         self.sequence_chunk_tokens.filter(|chunk| *chunk < self.sequence_length)
     }
 
-    /// What stands in the way of visiting sequences in chunks, if they are.
-    pub(crate) fn check_chunks(&self) -> Result<(), StepError> {
-        let what = match self.chunk_tokens() {
-            None => return Ok(()),
-            Some(0) => "a chunk of a sequence has no tokens",
-            Some(chunk) if self.sequence_length.div_ceil(chunk) > MOST_CHUNKS => {
-                "a sequence has too many chunks"
-            }
-            Some(_) if self.batch_size != 1 || self.micro_batches_per_pass > 1 => {
-                "sequences in chunks come one at a time"
-            }
-            Some(_) if self.offload.activations == Tier::Device || self.kept_layers.activations > 0 => {
-                "what chunks of a sequence leave waits below the device"
-            }
-            Some(_) if self.checkpointing != Checkpointing::Full || self.compression != Compression::None => {
-                "chunks of a sequence keep the inputs of layers alone, as they are"
-            }
-            Some(_) if self.attention == AttentionKind::Standard => {
-                "scores of a sequence in chunks are not written out"
-            }
-            Some(_) => return Ok(()),
-        };
-        Err(StepError::Invariant { what })
-    }
-
     /// Sequences of a batch that is evaluated.
     pub fn evaluated(&self) -> u64 {
         self.evaluation_batch_size.unwrap_or(self.batch_size)
@@ -726,84 +535,6 @@ impl StepSettings {
     pub fn host_bytes_per_token(&self) -> u64 {
         let further = u64::from(self.target_weights) + u64::from(self.document_starts);
         4 * (2 + further)
-    }
-}
-
-/// One forward and backward pass's worth of tokens, sequence after sequence. A device without memory takes empty slices for
-/// any number of tokens: a plan needs no contents.
-#[derive(Clone, Copy, Debug)]
-pub struct MicroBatch<'a> {
-    /// Token ids, `batch_size * sequence_length`.
-    pub tokens: &'a [u32],
-    /// What each position predicts; [`IGNORED_TARGET`](plimsoll_device::IGNORED_TARGET) where nothing.
-    pub targets: &'a [u32],
-    /// What each target counts in the loss, which is `sum(weight * loss) / sum(weight)`; `None`: one each. 0 or more,
-    /// finite.
-    pub weights: Option<&'a [f32]>,
-    /// For every token the place in its sequence where its document begins: a token sees nothing before it, and
-    /// positions are counted from it. `None` leaves this to [`StepSettings::document_end`].
-    pub document_starts: Option<&'a [u32]>,
-}
-
-impl<'a> MicroBatch<'a> {
-    /// Tokens and targets that count alike, in sequences of one document each.
-    pub fn new(tokens: &'a [u32], targets: &'a [u32]) -> MicroBatch<'a> {
-        MicroBatch { tokens, targets, weights: None, document_starts: None }
-    }
-
-    /// Positions that count in the loss.
-    pub fn target_count(&self) -> u64 {
-        self.targets.iter().filter(|t| **t != plimsoll_device::IGNORED_TARGET).count() as u64
-    }
-
-    /// What they count in all: the sum of their weights, their number where there are none.
-    pub fn target_weight(&self) -> f64 {
-        let Some(weights) = self.weights else { return self.target_count() as f64 };
-        let counted = self.targets.iter().zip(weights);
-        let counted = counted.filter(|(target, _)| **target != plimsoll_device::IGNORED_TARGET);
-        counted.map(|(_, weight)| f64::from(*weight)).sum()
-    }
-}
-
-/// The micro-batches of an optimizer step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum MicroBatches<'a> {
-    These(&'a [MicroBatch<'a>]),
-    /// One, so many times: what a plan is made with.
-    Alike(&'a MicroBatch<'a>, u64),
-}
-
-impl<'a> MicroBatches<'a> {
-    pub fn len(&self) -> u64 {
-        match self {
-            MicroBatches::These(all) => all.len() as u64,
-            MicroBatches::Alike(_, times) => *times,
-        }
-    }
-
-    /// Some of them, from `first` on; fewer than `most` at the end.
-    pub fn group(&self, first: u64, most: u64) -> Vec<MicroBatch<'a>> {
-        let end = first.saturating_add(most).min(self.len());
-        match self {
-            MicroBatches::These(all) => (first..end).filter_map(|i| all.get(i as usize).copied()).collect(),
-            MicroBatches::Alike(one, _) => (first..end).map(|_| **one).collect(),
-        }
-    }
-
-    /// Positions that count in the loss.
-    pub fn target_count(&self) -> u64 {
-        match self {
-            MicroBatches::These(all) => all.iter().map(MicroBatch::target_count).sum(),
-            MicroBatches::Alike(one, times) => one.target_count().saturating_mul(*times),
-        }
-    }
-
-    /// What they count in all.
-    pub fn target_weight(&self) -> f64 {
-        match self {
-            MicroBatches::These(all) => all.iter().map(MicroBatch::target_weight).sum(),
-            MicroBatches::Alike(one, times) => one.target_weight() * *times as f64,
-        }
     }
 }
 

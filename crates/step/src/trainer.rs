@@ -313,7 +313,9 @@ impl<'a> Trainer<'a> {
         let trained_by_all = settings.stage.as_ref().map(Stage::trained);
         let corrections = {
             let whole = settings.stage.as_ref().map_or(&spec, |stage| &stage.whole.0);
-            whole.parameters().into_iter().filter(|p| p.role == Role::RouterCorrection).collect()
+            let corrects = whole.experts.as_ref().is_some_and(|experts| experts.router.correction);
+            let all = if corrects { whole.parameters() } else { Vec::new() };
+            all.into_iter().filter(|p| p.role == Role::RouterCorrection).collect()
         };
         Ok(Trainer {
             device,

@@ -351,7 +351,7 @@ fn the_next_layer_is_gathered_while_one_computes() {
         let (tokens, targets) = tokens(1, 1, 12);
         trainer.step(&[MicroBatch::new(&tokens, &targets)], 1e-2).unwrap();
         drop(trainer);
-        let (trace, ledger) = (dry.trace().unwrap(), dry.arena().end_record());
+        let (trace, ledger) = (dry.take_trace().unwrap(), dry.arena().end_record());
         let of_layers = trace.scopes.iter().filter(|scope| scope.phase == phase && scope.layer.is_some());
         // Whole units that are there, or on their way, when a layer begins.
         let there = |first: u64| {

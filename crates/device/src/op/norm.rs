@@ -57,14 +57,13 @@ impl<'a> Family<'a> for Norm<'a> {
     fn describe(&self) -> Description<'a> {
         match *self {
             Norm::RmsNorm { x, weight, out, rstd, .. } => {
-                Description::new("rms_norm", [x, weight], [out, rstd]).norm(x, &[out], &[weight], &[rstd])
+                Description::new("rms_norm", [x, weight], [out, rstd]).norm(x, [out], [weight], [rstd])
             }
             // The gradients of weight and bias are summed over the rows.
             Norm::RmsNormBackward { x, weight, rstd, dout, dx, dweight, .. } => {
-                let vectors: Vec<_> = [weight].into_iter().chain(dweight).collect();
                 Description::new("rms_norm_backward", [x, weight, rstd, dout], [dx])
                     .writing(dweight)
-                    .norm(x, &[dout, dx], &vectors, &[rstd])
+                    .norm(x, [dout, dx], [weight].into_iter().chain(dweight), [rstd])
                     .row_sums(x.rows(), weight, 1)
             }
             Norm::LayerNorm { x, weight, bias, out, mean, rstd, .. } => Description::new(
@@ -72,13 +71,13 @@ impl<'a> Family<'a> for Norm<'a> {
                 [x, weight, bias],
                 [out, mean, rstd],
             )
-            .norm(x, &[out], &[weight, bias], &[mean, rstd]),
+            .norm(x, [out], [weight, bias], [mean, rstd]),
             Norm::LayerNormBackward { x, weight, mean, rstd, dout, dx, dweight, dbias, .. } => {
-                let vectors: Vec<_> = [weight].into_iter().chain(dweight).chain(dbias).collect();
+                let vectors = [weight].into_iter().chain(dweight).chain(dbias);
                 Description::new("layer_norm_backward", [x, weight, mean, rstd, dout], [dx])
                     .writing(dweight)
                     .writing(dbias)
-                    .norm(x, &[dout, dx], &vectors, &[mean, rstd])
+                    .norm(x, [dout, dx], vectors, [mean, rstd])
                     .row_sums(x.rows(), weight, 2)
             }
         }
@@ -87,11 +86,17 @@ impl<'a> Family<'a> for Norm<'a> {
 
 impl Description<'_> {
     /// Rows of x and of tensors like it, vectors as long as a row, and an f32 number for each row.
-    fn norm(self, x: &Tensor, like_x: &[&Tensor], vectors: &[&Tensor], of_rows: &[&Tensor]) -> Self {
-        let of_rows = of_rows.iter().copied();
-        self.floats([&[x], like_x, vectors].concat())
-            .same_size(x, like_x.iter().copied())
-            .vectors(vectors.iter().copied(), x.columns())
+    fn norm<'t, const L: usize, const R: usize>(
+        self,
+        x: &'t Tensor,
+        like_x: [&'t Tensor; L],
+        vectors: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
+        of_rows: [&'t Tensor; R],
+    ) -> Self {
+        let vectors = vectors.into_iter();
+        self.floats([x].into_iter().chain(like_x).chain(vectors.clone()))
+            .same_size(x, like_x)
+            .vectors(vectors, x.columns())
             .f32_vectors(of_rows, x.rows())
     }
 }

@@ -8,7 +8,9 @@
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::iter::Peekable;
 use std::ops::Range;
+use std::slice;
 
 use plimsoll_device::{Collective, Communicated, Scope, Tally, Times, Trace, Transferred};
 use plimsoll_memory::{ALIGNMENT, Layout, Ledger, MemoryEvent, Phase, Piece, Replay, Tag, Tier};
@@ -75,6 +77,8 @@ struct Visit {
 struct Folded<'a> {
     fold: &'a Fold,
     trace: &'a Trace,
+    /// Parts that are measured and updated by themselves, of the layers that are missing.
+    missing_parts: u64,
     visits: Vec<Visit>,
     /// What each scope requests.
     requests: Vec<Vec<Request>>,
@@ -193,7 +197,7 @@ pub(super) fn unfolded(
     for gap in &fold.gaps {
         folded.check_alike(gap.unit)?;
     }
-    let ledgers = folded.run(&folded.order()?, parts + fold.missing_parts(), alignment)?;
+    let ledgers = folded.run(&folded.order()?, parts + folded.missing_parts, alignment)?;
     let mut added = folded.added(step.clone());
     added.moved.sent = added.moved.sent.plus(folded.norms_sent(step, parts));
     Some(Unfolded { ledgers, added })
@@ -201,9 +205,11 @@ pub(super) fn unfolded(
 
 impl<'a> Folded<'a> {
     fn new(fold: &'a Fold, trace: &'a Trace, ledgers: [&Ledger; 3]) -> Option<Self> {
-        let unit_of = |layer| fold.units.iter().position(|unit| unit.contains(&layer));
+        let units = (0..).zip(&fold.units).flat_map(|(unit, layers)| layers.clone().map(move |_| unit));
+        let units: Vec<usize> = units.collect();
+        let unit_of = |layer: u32| units.get(layer as usize).copied();
         let mut visits: Vec<Visit> = Vec::new();
-        let mut seen: HashMap<usize, usize> = HashMap::new();
+        let mut seen = vec![0; fold.units.len()];
         for (index, scope) in trace.scopes.iter().enumerate() {
             let unit = match scope.layer {
                 Some(layer) => Some(unit_of(layer)?),
@@ -212,8 +218,7 @@ impl<'a> Folded<'a> {
             match visits.last_mut().filter(|last| unit.is_some() && last.unit == unit) {
                 Some(last) => last.scopes.end = index + 1,
                 None => {
-                    let nth = unit.map_or(0, |unit| {
-                        let seen = seen.entry(unit).or_default();
+                    let nth = unit.and_then(|unit| seen.get_mut(unit)).map_or(0, |seen| {
                         *seen += 1;
                         *seen - 1
                     });
@@ -222,7 +227,7 @@ impl<'a> Folded<'a> {
             }
         }
         let requests = requests(trace, ledgers, &mut visits)?;
-        Some(Folded { fold, trace, visits, requests })
+        Some(Folded { fold, trace, missing_parts: fold.missing_parts(), visits, requests })
     }
 
     /// The scopes of a visit with what they request.
@@ -314,7 +319,7 @@ impl<'a> Folded<'a> {
         let tiers = [(Tier::Device, alignment), (Tier::Host, ALIGNMENT), (Tier::Disk, ALIGNMENT)];
         let mut arenas = tiers.map(|(tier, alignment)| Replay::new(tier, alignment));
         let layouts = |arenas: &[Replay; 3]| arenas.each_ref().map(Replay::layout);
-        let mut held = Held::new(self);
+        let (mut held, all) = (Held::new(self), parts + self.fold.parts_elsewhere());
         let mut loops: HashMap<usize, ([Layout; 3], usize)> = HashMap::new();
         let (mut next, mut again) = (0, None::<Round>);
         while let Some(Again { visit: index, later }) = order.get(next) {
@@ -334,10 +339,10 @@ impl<'a> Folded<'a> {
                                 arena.enter(phase, label(owner));
                                 *entered = Some((phase, owner));
                             }
-                            let all = parts + self.fold.parts_elsewhere();
-                            let numbers = Numbers::bytes_under(name, parts, all);
-                            let numbers = numbers.filter(|_| visit.unit.is_none());
-                            let bytes = numbers.unwrap_or(bytes);
+                            let bytes = match visit.unit {
+                                Some(_) => bytes,
+                                None => Numbers::bytes_under(name, parts, all).unwrap_or(bytes),
+                            };
                             held.add(tier, arena.take(bytes, tag, name).ok()?);
                         }
                         Request::Give(from, place) => {
@@ -416,7 +421,7 @@ impl<'a> Folded<'a> {
             |request: &&Request| matches!(request, Request::Take(taken) if taken.name == Numbers::TOTAL);
         let own = self.requests.get(scopes).unwrap_or_default();
         let times = own.iter().flatten().filter(is_total).count() as u64;
-        let missing = Numbers::share_bytes(parts + self.fold.missing_parts()) - Numbers::share_bytes(parts);
+        let missing = Numbers::share_bytes(parts + self.missing_parts) - Numbers::share_bytes(parts);
         let mesh = self.fold.settings.ranks.mesh;
         let others = |ranks: u32| u64::from(ranks.saturating_sub(1));
         // In messages that were counted before.
@@ -425,7 +430,7 @@ impl<'a> Folded<'a> {
             times * others(self.fold.settings.sharers()) * missing,
             0,
         );
-        let squares = self.fold.missing_parts() * size_of::<f32>() as u64;
+        let squares = self.missing_parts * size_of::<f32>() as u64;
         shares.plus(Communicated::of_many(
             Collective::AllGather,
             others(mesh.pipeline * mesh.parts()) * squares,
@@ -520,13 +525,17 @@ fn requests(trace: &Trace, ledgers: [&Ledger; 3], visits: &mut [Visit]) -> Optio
 
 /// The events of several arenas that were numbered together, each with the place of its arena.
 fn in_order(ledgers: [&Ledger; 3]) -> impl Iterator<Item = (usize, &MemoryEvent)> {
-    let mut rest = ledgers.map(Ledger::events);
+    let [mut device, mut host, mut disk] = ledgers.map(|ledger| ledger.events().iter().peekable());
     std::iter::from_fn(move || {
-        let first = rest.iter().enumerate().filter_map(|(tier, events)| Some((tier, events.first()?)));
-        let (tier, event) = first.min_by_key(|(_, event)| event.number)?;
-        let own = rest.get_mut(tier)?;
-        *own = own.get(1..)?;
-        Some((tier, event))
+        let next = |events: &mut Peekable<slice::Iter<'_, MemoryEvent>>| {
+            events.peek().map_or(u64::MAX, |event| event.number)
+        };
+        let [of_device, of_host, of_disk] = [next(&mut device), next(&mut host), next(&mut disk)];
+        match of_device < of_host.min(of_disk) {
+            true => device.next().map(|event| (0, event)),
+            false if of_host < of_disk => host.next().map(|event| (1, event)),
+            false => disk.next().map(|event| (2, event)),
+        }
     })
 }
 

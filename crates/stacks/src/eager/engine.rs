@@ -1,8 +1,10 @@
 //! The engine that runs a graph backwards: its order, the sums of its input buffers, and the accumulation of gradients.
 
 use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BinaryHeap;
 use std::rc::Rc;
+
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::Torch;
 use super::graph::{Edge, Grads, Node, Work};
@@ -47,7 +49,7 @@ impl Torch {
         let Some(Edge { node, output }) = self.gradient_edge(root) else { return };
         let before = self.enter_backward();
         let mut dependencies = dependencies(&node);
-        let mut waiting: HashMap<*const Node, Grads> = HashMap::new();
+        let mut waiting: FxHashMap<*const Node, Grads> = FxHashMap::default();
         let mut ready = BinaryHeap::new();
         let mut grads: Grads = vec![None; node.outputs.borrow().len()];
         grads[output] = Some(grad);
@@ -131,9 +133,9 @@ impl Torch {
 }
 
 /// For each node how many gradients it waits for.
-fn dependencies(root: &Rc<Node>) -> HashMap<*const Node, usize> {
-    let mut counts: HashMap<*const Node, usize> = HashMap::new();
-    let mut seen = std::collections::HashSet::new();
+fn dependencies(root: &Rc<Node>) -> FxHashMap<*const Node, usize> {
+    let mut counts: FxHashMap<*const Node, usize> = FxHashMap::default();
+    let mut seen = FxHashSet::default();
     let mut stack = vec![Rc::clone(root)];
     while let Some(node) = stack.pop() {
         for edge in node.next.borrow().iter().flatten() {

@@ -5,7 +5,7 @@
 //! what a chunk's keys owe to later queries is complete when the chunk's own turn comes.
 
 use std::cell::RefCell;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use plimsoll_device::{
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::ModelSpec;
+use rustc_hash::FxHashMap;
 
 use super::saved::{Attended, Qkv};
 use super::sinks;
@@ -118,7 +119,7 @@ impl<'a> Keys<'a> {
     ) -> Result<Self, StepError> {
         let attention = &spec.attention;
         let [queries, keys] = [attention.heads, attention.kv_heads].map(|heads| heads * attention.head_dim);
-        let (mut of_layers, mut gradients) = (HashMap::new(), HashMap::new());
+        let (mut of_layers, mut gradients) = (FxHashMap::default(), FxHashMap::default());
         for (number, tokens) in (0..).zip(chunks(length, chunk)) {
             let tokens = tokens.end - tokens.start;
             for layer in 0..spec.num_layers {

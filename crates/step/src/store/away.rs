@@ -1,6 +1,6 @@
 //! Parameters that are not on the device as a whole all the time: where they are, and what travels together.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use plimsoll_device::{DType, Device};
 use plimsoll_disk::{DiskError, Home, LowerTiers};
 use plimsoll_memory::{Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role, StoredWeight};
+use rustc_hash::FxHashMap;
 
 use super::shared::SharedMatrix;
 use crate::StepError;
@@ -156,7 +157,7 @@ pub(super) fn lodge(
     tiers: &LowerTiers,
     matrices: &mut [AwayParameter],
     tier: Tier,
-    parcels: &mut HashMap<Unit, Parcel<Role>>,
+    parcels: &mut FxHashMap<Unit, Parcel<Role>>,
 ) -> Result<(), StepError> {
     let mut own: BTreeMap<Unit, Parcel<Role>> = BTreeMap::new();
     let (mut in_files, mut starts) = (Vec::new(), Vec::new());

@@ -2,12 +2,13 @@
 //! layer are here, and those that come are moved together.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::{Hash, Hasher};
 
 use plimsoll_device::{Device, Due, Tensor, Transferred};
 use plimsoll_disk::Direction;
 use plimsoll_model::Role;
+use rustc_hash::FxHashMap;
 
 use super::expert_slots::ExpertTraffic;
 use crate::StepError;
@@ -45,7 +46,7 @@ struct State {
 }
 
 impl Counted {
-    pub fn new(transits: &Transits<'_>, parcels: HashMap<Unit, Parcel<Role>>, slots: Vec<Tensor>) -> Self {
+    pub fn new(transits: &Transits<'_>, parcels: FxHashMap<Unit, Parcel<Role>>, slots: Vec<Tensor>) -> Self {
         let mut by_layer: BTreeMap<u32, BTreeMap<u32, Parcel<Role>>> = BTreeMap::new();
         for (unit, parcel) in parcels {
             if let Unit::Expert(layer, expert, _) = unit {

@@ -4,7 +4,7 @@
 //! The order in which experts come changes no result: each has rows of its own.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher;
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ use plimsoll_device::{Device, Tensor};
 use plimsoll_disk::{Direction, DiskError, LowerTiers};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
+use rustc_hash::FxHashMap;
 
 use super::counted_experts::{Counted, Groups};
 use crate::StepError;
@@ -60,14 +61,14 @@ pub(crate) struct ExpertSlots<'a> {
 
 /// One kind of matrix.
 struct Kind {
-    parcels: HashMap<Unit, Parcel<Role>>,
+    parcels: FxHashMap<Unit, Parcel<Role>>,
     state: RefCell<State>,
 }
 
 struct State {
     slots: Vec<Slot>,
     /// The slot of each expert that is here or on its way.
-    places: HashMap<Unit, usize>,
+    places: FxHashMap<Unit, usize>,
     /// Those that nobody waits for, the one that was used the longest time ago first.
     free: BTreeSet<(u64, Option<Unit>, usize)>,
     /// The slot of the expert that was taken last, whose buffer may be in use.
@@ -101,12 +102,12 @@ impl<'a> ExpertSlots<'a> {
     pub fn new(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
-        parcels: HashMap<Unit, Parcel<Role>>,
+        parcels: FxHashMap<Unit, Parcel<Role>>,
         count: u32,
     ) -> Result<Self, StepError> {
         let to_disk = parcels.values().any(Parcel::uses_disk);
         let transits = Transits::new(device, tiers, to_disk)?;
-        let mut by_role: BTreeMap<Role, HashMap<Unit, Parcel<Role>>> = BTreeMap::new();
+        let mut by_role: BTreeMap<Role, FxHashMap<Unit, Parcel<Role>>> = BTreeMap::new();
         for (unit, parcel) in parcels {
             if let Unit::Expert(_, _, role) = unit {
                 by_role.entry(role).or_default().insert(unit, parcel);
@@ -151,11 +152,11 @@ const LOST: StepError = StepError::Invariant { what: "a slot for experts has los
 const NO_SUCH: StepError = StepError::Invariant { what: "an expert was asked for that lives nowhere" };
 
 impl Kind {
-    fn new(parcels: HashMap<Unit, Parcel<Role>>, buffers: Vec<Tensor>) -> Kind {
+    fn new(parcels: FxHashMap<Unit, Parcel<Role>>, buffers: Vec<Tensor>) -> Kind {
         let slot = |buffer| Slot { content: Content::Here(buffer), expert: None, used: 0, is_wanted: false };
         let slots: Vec<Slot> = buffers.into_iter().map(slot).collect();
         let free = (0..slots.len()).map(|place| (0, None, place)).collect();
-        let (places, waiting, traffic) = (HashMap::new(), Vec::new(), ExpertTraffic::default());
+        let (places, waiting, traffic) = (FxHashMap::default(), Vec::new(), ExpertTraffic::default());
         let state = State { slots, places, free, taken: None, clock: 0, waiting, traffic };
         Kind { parcels, state: RefCell::new(state) }
     }

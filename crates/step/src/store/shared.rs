@@ -1,7 +1,6 @@
 //! Matrices of which each rank has a share (stage 3 of ZeRO, Rajbhandari et al. 2020): where the shares begin and end, and how
 //! a whole comes together for as long as a step works with it.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -9,6 +8,7 @@ use plimsoll_device::{Collective, Communicated, DType, Device, DeviceExt, Elemen
 use plimsoll_memory::Tag;
 use plimsoll_model::{BlockId, Parameter, Role};
 use plimsoll_parallel::{Communicator, Exchange, Shares, Span, Ticket};
+use rustc_hash::FxHashMap;
 
 use crate::StepError;
 use crate::tier::Unit;
@@ -61,15 +61,15 @@ impl SharedMatrix {
 /// The matrices of which each rank has a share, by the unit in which they come.
 pub(super) struct Shared<'a> {
     communicator: Rc<dyn Communicator + 'a>,
-    units: HashMap<Unit, Vec<SharedMatrix>>,
+    units: FxHashMap<Unit, Vec<SharedMatrix>>,
     /// This rank's shares that are on the device all the time.
-    here: HashMap<Unit, Vec<(Role, Tensor)>>,
+    here: FxHashMap<Unit, Vec<(Role, Tensor)>>,
 }
 
 impl<'a> Shared<'a> {
     pub fn new(communicator: &Rc<dyn Communicator + 'a>) -> Self {
         let communicator = Rc::clone(communicator);
-        Shared { communicator, units: HashMap::new(), here: HashMap::new() }
+        Shared { communicator, units: FxHashMap::default(), here: FxHashMap::default() }
     }
 
     /// Adds a matrix to a unit, with this rank's share where that is on the device.

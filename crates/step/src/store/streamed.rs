@@ -4,7 +4,6 @@
 //!
 //! The weights that come are those that would be on the device otherwise, bit for bit.
 
-use std::collections::HashMap;
 use std::hash::Hasher;
 use std::ops::Range;
 use std::rc::Rc;
@@ -14,6 +13,7 @@ use plimsoll_device::{DType, Device, DeviceExt, Elementwise, Rounding, Tensor};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier, release_free_heap};
 use plimsoll_model::{AdaptedModule, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeights};
+use rustc_hash::FxHashMap;
 
 use super::away::{AwayParameter, AwayPiece, lodge};
 use super::expert_slots::{ExpertSlots, ExpertTraffic, ExpertWeights};
@@ -35,7 +35,7 @@ pub(crate) struct WeightStore<'a> {
     /// What lives on a lower tier.
     away: Vec<AwayParameter>,
     /// The tables that come in pieces: the rows of each piece.
-    tables: HashMap<BlockId, (Role, Vec<Range<u64>>)>,
+    tables: FxHashMap<BlockId, (Role, Vec<Range<u64>>)>,
     /// Which of `away` is the table of which the rows that are looked up are brought.
     looked_up: Option<usize>,
     pool: Parcels<'a, Unit, Role>,
@@ -115,7 +115,7 @@ impl<'a> WeightStore<'a> {
             of_layer.iter().filter(|p| is_matrix(p) && !by_expert(p)).map(bytes).sum::<u64>()
         });
         let layer_bytes = layer_bytes.max().unwrap_or(0);
-        let (mut away, mut parcels) = (Vec::new(), HashMap::new());
+        let (mut away, mut parcels) = (Vec::new(), FxHashMap::default());
         let tables_are_cut = spec.part.vocabulary.is_some();
         let (mut looked_up, mut shared) = (None, sharing.map(|sharing| Shared::new(sharing.communicator)));
         for block in spec.blocks() {

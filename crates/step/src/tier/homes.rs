@@ -1,10 +1,10 @@
 //! The carrier of parcels: between buffers and their homes, on whichever tier and in whichever file these are.
 
-use std::collections::HashMap;
 use std::hash::Hash;
 
 use plimsoll_device::Tensor;
 use plimsoll_disk::{Direction, DiskError};
+use rustc_hash::FxHashMap;
 
 use super::parcel::Parcel;
 use super::pool::Carrier;
@@ -14,7 +14,7 @@ use crate::StepError;
 /// Parcels under their keys, with where they live.
 pub(crate) struct Homes<'a, K, T> {
     pub transits: Transits<'a>,
-    pub parcels: HashMap<K, Parcel<T>>,
+    pub parcels: FxHashMap<K, Parcel<T>>,
 }
 
 impl<K: Eq + Hash, T> Carrier<K> for Homes<'_, K, T> {

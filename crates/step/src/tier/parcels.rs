@@ -1,11 +1,11 @@
 //! Parcels that live below the device, gathered and released by their keys: a pool of buffers, and what lies in each of them.
 
-use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
 use plimsoll_device::{Device, Tensor};
 use plimsoll_disk::LowerTiers;
+use rustc_hash::FxHashMap;
 
 use super::homes::Homes;
 use super::parcel::Parcel;
@@ -21,7 +21,7 @@ impl<'a, K: Copy + Eq + Hash, T: Copy> Parcels<'a, K, T> {
     pub fn of(
         device: &'a dyn Device,
         tiers: &Arc<LowerTiers>,
-        parcels: HashMap<K, Parcel<T>>,
+        parcels: FxHashMap<K, Parcel<T>>,
         buffers: usize,
         name: &'static str,
     ) -> Result<Self, StepError> {

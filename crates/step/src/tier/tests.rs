@@ -1,6 +1,5 @@
 //! Parcels and their homes, by hand: where bytes lie, what moves, and when.
 
-use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hasher};
 use std::path::Path;
 use std::sync::Arc;
@@ -9,6 +8,7 @@ use plimsoll_device::{Cpu, CpuOptions, DType, Dry, Transferred};
 use plimsoll_disk::{Direction, LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};
 use plimsoll_model::{BlockId, Parameter, Role};
+use rustc_hash::FxHashMap;
 
 use super::transit::{stretches, transferred};
 use super::*;
@@ -186,7 +186,7 @@ fn a_move_knows_whether_it_needs_a_disk() {
 
 /// Parcels of a page each under the keys 0 to 3, on a disk, and so many buffers for them.
 fn parcels<'a>(dry: &'a Dry, tiers: &Arc<LowerTiers>, buffers: usize) -> Parcels<'a, u32, ()> {
-    let mut all = HashMap::new();
+    let mut all = FxHashMap::default();
     for key in 0..4 {
         let mut parcel = Parcel::new();
         parcel.add((), DType::U8, &[PAGE]);

@@ -1,12 +1,12 @@
 //! What is measured and updated at once: a parameter, or some rows of a table of the vocabulary. Tables are cut alike
 //! wherever they live, so that no order depends on that.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use plimsoll_device::Tensor;
 use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::Shares;
+use rustc_hash::FxHashMap;
 
 use crate::OptimizerKind;
 use crate::tier::{Pieces, Unit, is_matrix};
@@ -97,9 +97,9 @@ impl Part {
 /// All parts, by the unit that they come with.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
-    units: HashMap<Unit, Vec<Part>>,
+    units: FxHashMap<Unit, Vec<Part>>,
     /// Pieces of each table that is trained.
-    pieces: HashMap<BlockId, u32>,
+    pieces: FxHashMap<BlockId, u32>,
     count: u64,
 }
 

@@ -1,0 +1,182 @@
+//! From a configuration to the settings of a step, and back to a configuration in which nothing is open.
+
+use plimsoll_device::DType;
+use plimsoll_model::ModelSpec;
+use plimsoll_step::{
+    AttentionKind, Checkpointing, GradientClipping, Linears, LossScaling, NormSource, Offload, Precision,
+    Ranks, RouterTraining, StepSettings, TrainingMethod, UpdateTiming,
+};
+
+use super::choice::sequences;
+use super::{Choice, at_home, batches, checkpointings, precisions};
+use crate::config::{
+    Attention, Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, MixedPrecision,
+    RawConfig,
+};
+use crate::offload::{self, as_said, kept_as_said};
+use crate::optimizer::optimizer_settings;
+use crate::runs::Wanted;
+
+/// Logits of a chunk take about this much where the user does not say.
+const LOGITS_BYTES: u64 = 32 << 20;
+
+pub(crate) fn step_settings(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    method: &TrainingMethod,
+    precision: Precision,
+    checkpointing: Checkpointing,
+    batch_size: u64,
+) -> StepSettings {
+    let training = &config.training;
+    let sequence_length = config.data.sequence_length();
+    let clip = training.max_gradient_norm();
+    StepSettings {
+        batch_size,
+        sequence_length,
+        precision,
+        checkpointing,
+        compression: training.activation_compression().0,
+        attention: training.attention().set().map_or(AttentionKind::Flash, |attention| attention.0),
+        // Which token it is says the tokenizer, when there is one; the plan is the same for each.
+        document_end: (config.data.document_mask() && !config.data.has_samples())
+            .then(|| spec.eos_tokens.first().copied().unwrap_or(0)),
+        document_starts: config.data.has_samples() && config.data.packing(),
+        target_weights: config.data.has_samples(),
+        mlp_chunk_tokens: training.mlp_chunk_tokens,
+        loss_chunk_tokens: training.loss_chunk_tokens().set().unwrap_or_else(|| {
+            let tokens = config.sequence_chunk().unwrap_or(batch_size * sequence_length);
+            loss_chunk_tokens(spec.vocab_size, tokens)
+        }),
+        optimizer: optimizer_settings(training),
+        clipping: if clip > 0.0 { GradientClipping::GlobalNorm(clip) } else { GradientClipping::None },
+        loss_scaling: (precision.activations == DType::F16).then(LossScaling::default),
+        update: match (training.optimizer_in_backward(), training.in_backward_clipping) {
+            (false, _) => UpdateTiming::AfterBackward,
+            (true, Some(InBackwardClipping::PreviousNorm)) => {
+                UpdateTiming::InBackward(NormSource::PreviousStep)
+            }
+            // Without clipping the norm is only reported: `validate` has seen to the rest.
+            (true, Some(InBackwardClipping::SecondBackward) | None) => {
+                UpdateTiming::InBackward(NormSource::SecondBackward)
+            }
+        },
+        method: method.clone(),
+        offload: Offload::NONE,
+        kept_layers: kept_as_said(&config.memory.kept_layers),
+        expert_slots: 0,
+        micro_batches_per_pass: training.micro_batches_per_pass().set().unwrap_or(1),
+        ranks: Ranks { rank: config.rank, mesh: config.parallel.mesh() },
+        sharding: config.parallel.sharding(),
+        overlap_communication: config.parallel.overlap_communication().set().unwrap_or(false),
+        sequence_chunk_tokens: None,
+        pipeline_schedule: config.parallel.schedule(),
+        sequence_parallel: config.parallel.sequence_parallel(),
+        evaluation_batch_size: training.eval_batch_size().set(),
+        balance_loss: balance_loss(config, spec, method),
+        routers: router_training(config, spec, method),
+        stage: None,
+        seed: training.seed(),
+    }
+}
+
+/// Factor on the load-balancing loss of experts.
+fn balance_loss(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> f64 {
+    let Some(experts) = &spec.experts else { return 0.0 };
+    let usual = match method {
+        // No stage of a pipeline sees all layers.
+        TrainingMethod::Full if config.parallel.mesh().pipeline <= 1 => experts.router.balance_loss,
+        _ => 0.0,
+    };
+    config.training.router_aux_loss_coef().set().unwrap_or(usual)
+}
+
+/// How fast the bias of a router changes that is balanced by it (DeepSeek-V3).
+const BIAS_UPDATE_SPEED: f64 = 1e-3;
+
+/// What else is done with routers.
+fn router_training(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> RouterTraining {
+    let Some(experts) = &spec.experts else { return RouterTraining::default() };
+    let training = &config.training;
+    let from_scratch = config.model.path.is_none() && *method == TrainingMethod::Full;
+    let speed = if from_scratch { BIAS_UPDATE_SPEED } else { 0.0 };
+    let speed = training.router_bias_update_speed().set().unwrap_or(speed);
+    RouterTraining {
+        z_loss: training.router_z_loss_coef(),
+        jitter: training.router_jitter_noise() as f32,
+        capacity: training.expert_capacity_factor,
+        correction_speed: if experts.router.correction { speed } else { 0.0 },
+    }
+}
+
+/// The step of a configuration of which nothing is left open, or the first of its candidates.
+pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod) -> Option<Wanted> {
+    let precision = precisions(&config.training, method, None).first().copied()?;
+    let form = checkpointings(&config.training).first().copied()?;
+    let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
+    let settings = step_settings(config, spec, method, precision, form, batch_size);
+    Some((at_home(config, spec, settings, as_said(&config.memory.offload)), accumulation))
+}
+
+/// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
+pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
+    let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
+    let power = 1 << (63 - most.leading_zeros());
+    tokens.min(power).max(1)
+}
+
+/// The configuration with every `auto` of the step replaced by what was chosen: it can be run again.
+pub fn resolved_config(config: &RawConfig, choice: &Choice) -> RawConfig {
+    resolved_with(config, &choice.settings, choice.accumulation)
+}
+
+/// The same of a step that need not have been run.
+pub(crate) fn resolved_with(config: &RawConfig, settings: &StepSettings, accumulation: u64) -> RawConfig {
+    let mut resolved = config.clone();
+    // What was looked for has been found.
+    resolved.planning = Default::default();
+    let Precision { weights, gradients, master_weights, linears, .. } = settings.precision;
+    let fp8 = linears == Linears::Fp8;
+    let narrow = fp8 || weights != DType::F32;
+    resolved.memory.offload = offload::resolved(settings.offload);
+    resolved.memory.kept_layers = offload::kept_resolved(settings.kept_layers);
+    if settings.expert_slots > 0 {
+        resolved.memory.expert_slots = Some(Auto::Set(u64::from(settings.expert_slots)));
+    }
+    if settings.can_overlap() {
+        resolved.parallel.overlap_communication = Some(Auto::Set(settings.overlap_communication));
+    }
+    let training = &mut resolved.training;
+    training.batch_size = Some(Auto::Set(settings.batch_size));
+    training.gradient_accumulation_steps = Some(Auto::Set(accumulation));
+    training.effective_batch_size = Some(Auto::Set(sequences(settings, accumulation)));
+    training.mixed_precision = Some(Auto::Set(match weights {
+        _ if fp8 => MixedPrecision::Fp8,
+        DType::Bf16 => MixedPrecision::Bf16,
+        DType::F16 => MixedPrecision::Fp16,
+        _ => MixedPrecision::F32,
+    }));
+    training.master_weights = narrow.then_some(Auto::Set(match master_weights || weights == DType::F32 {
+        true => MasterWeights::F32,
+        false => MasterWeights::None,
+    }));
+    training.gradient_dtype = Some(Auto::Set(match gradients {
+        DType::Bf16 => GradientDtype::Bf16,
+        _ => GradientDtype::F32,
+    }));
+    training.gradient_checkpointing = Some(Auto::Set(GradientCheckpointing::Form(settings.checkpointing)));
+    training.loss_chunk_tokens = Some(Auto::Set(settings.loss_chunk_tokens));
+    training.micro_batches_per_pass = Some(Auto::Set(settings.micro_batches_per_pass));
+    training.attention = Some(Auto::Set(Attention(settings.attention)));
+    training.sequence_chunk_tokens = settings.sequence_chunk_tokens.or(training.sequence_chunk_tokens);
+    if settings.balance_loss > 0.0 {
+        training.router_aux_loss_coef = Some(Auto::Set(settings.balance_loss));
+    }
+    if settings.routers.correction_speed > 0.0 {
+        training.router_bias_update_speed = Some(Auto::Set(settings.routers.correction_speed));
+    }
+    if config.data.validation.is_some() {
+        training.eval_batch_size = Some(Auto::Set(settings.evaluated()));
+    }
+    resolved
+}

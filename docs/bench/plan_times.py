@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Asks for plans and prints the processor time of each: user and system, of all threads.
+
+    docs/bench/plan_times.py [--plimsoll target/release/plimsoll] [--searches] [--before OTHER_PLIMSOLL]
+
+Without further words the default plan of every model of the catalogue for a machine of 80 GiB, and Llama 3.1 405B with everything on the
+disk. With `--searches` the searches that docs/planning.md has in a table instead. With `--before` another build of the program is asked
+the same, and every answer that differs is named: but for how long a search took, documents have to be equal. Ends with 1 if one is not.
+Needs no packages and no network.
+"""
+
+import argparse
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BEST = ["--goal", "fastest", "--quality", "proven"]
+ON_4090 = ["--model", "llama-2-7b", "--hardware", "rtx-4090", "--sequence-length", "2048", *BEST]
+ON_128 = ["--model", "llama-3.1-405b", "--hardware", "16x8xh100", "--sequence-length", "4096"]
+
+
+def sets(**keys):
+    return [word for key, value in keys.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+def defaults():
+    text = (REPOSITORY / "crates/model/src/catalogue.rs").read_text()
+    names = sorted(set(re.findall(r'entry\("([^"]*)"', text)) | set(re.findall(r'name: "([a-z][^"]*/[^"]*)"', text)))
+    for name in names:
+        yield name, ["--model", name, "--elsewhere", "--memory", "80GiB"]
+    disk = sets(memory__offload__parameters="disk", memory__offload__gradients="disk", memory__offload__optimizer="disk",
+                training__gradient_accumulation_steps=32)
+    yield "llama-3.1-405b on disk", ["--model", "llama-3.1-405b", "--elsewhere", "--memory", "80GiB", "--sequence-length", "2048", *disk]
+
+
+def searches():
+    yield "SmolLM2-135M, 2 GiB", ["--model", "smollm2-135m", "--elsewhere", "--memory", "2GiB", "--goal", "fastest"]
+    yield "Llama 2 7B, rtx-4090", ON_4090
+    yield "Llama 2 7B, rtx-4090, LoRA", [*ON_4090, *sets(training__method="lora")]
+    yield "Llama 2 7B, least memory", ["--model", "llama-2-7b", "--hardware", "rtx-4090", "--goal", "least_memory", "--quality", "anything"]
+    fixed = sets(parallel__tensor_parallel=8, parallel__pipeline_parallel=4, parallel__zero_stage=1)
+    yield "405B, 16x8xh100", [*ON_128, *fixed, "--goal", "fastest", "--quality", "anything"]
+    ways = sets(parallel__data_parallel="auto", parallel__tensor_parallel="auto", parallel__pipeline_parallel="auto",
+                parallel__zero_stage="auto")
+    yield "405B, 16x8xh100, every way", [*ON_128, *ways, "--goal", "fastest"]
+
+
+def ask(program, arguments):
+    """The document of a plan, and the processor time that it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([program, "plan", *arguments, "--json"], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        sys.exit(f"plan {' '.join(arguments)}: {done.stderr or done.stdout}")
+    if "seconds" in document.get("search", {}):
+        document["search"]["seconds"] = 0
+    return document, took
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plimsoll", default=str(REPOSITORY / "target/release/plimsoll"))
+    parser.add_argument("--before")
+    parser.add_argument("--searches", action="store_true")
+    args = parser.parse_args()
+    times, different = [], 0
+    for name, arguments in searches() if args.searches else defaults():
+        document, took = ask(args.plimsoll, arguments)
+        line = f"{took:8.3f} s  {name}"
+        if args.before:
+            other, before = ask(args.before, arguments)
+            line = f"{before:8.3f} s ->{line}"
+            if other != document:
+                different += 1
+                line += "  ANSWERS DIFFER"
+        print(line, flush=True)
+        times.append(took)
+    times.sort()
+    over = sum(took > 0.1 for took in times)
+    print(f"{len(times)} plans: median {times[len(times) // 2]:.3f} s, most {times[-1]:.3f} s, {over} above 0.1 s")
+    sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()
