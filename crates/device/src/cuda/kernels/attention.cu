@@ -19,8 +19,9 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
     SHARED(float, all);
     if (skipped(flag)) return;
     float *scratch = all, *weights = all + THREADS, *query = weights + TOGETHER;
-    u64 i = blockIdx.x % s.q_len, head = blockIdx.x / s.q_len % s.heads, batch = blockIdx.x / s.q_len / s.heads;
-    u64 kv_head = head / (s.heads / s.kv_heads), position = s.kv_len - s.q_len + i;
+    u32 length = (u32)s.q_len, heads = (u32)s.heads;
+    u64 i = blockIdx.x % length, head = blockIdx.x / length % heads, batch = blockIdx.x / length / heads;
+    u64 kv_head = (u32)head / (heads / (u32)s.kv_heads), position = s.kv_len - s.q_len + i;
     u64 document = documents ? documents[batch * s.q_len + i] : 0;
     u64 row = (batch * s.heads + head) * s.q_len + i, place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
     EACH_OF_BLOCK(d, s.head_dim) query[d] = query_value(s, q, batch, i, head, d);
@@ -139,8 +140,9 @@ KERNEL(attention_backward_queries, const float* flag, View q, View k, View v, co
     SHARED(float, all);
     if (skipped(flag)) return;
     float *gradients = all, *query = all + TOGETHER, *from_above = query + s.head_dim;
-    u64 i = blockIdx.x % s.q_len, head = blockIdx.x / s.q_len % s.heads, batch = blockIdx.x / s.q_len / s.heads;
-    u64 kv_head = head / (s.heads / s.kv_heads), position = s.kv_len - s.q_len + i;
+    u32 length = (u32)s.q_len, heads = (u32)s.heads;
+    u64 i = blockIdx.x % length, head = blockIdx.x / length % heads, batch = blockIdx.x / length / heads;
+    u64 kv_head = (u32)head / (heads / (u32)s.kv_heads), position = s.kv_len - s.q_len + i;
     u64 document = documents ? documents[batch * s.q_len + i] : 0;
     u64 row = (batch * s.heads + head) * s.q_len + i, place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
     EACH_OF_BLOCK(d, s.head_dim) {
@@ -191,8 +193,9 @@ KERNEL(attention_backward_keys, const float* flag, View q, View k, View v, const
     SHARED(float, all);
     if (skipped(flag)) return;
     float *weights = all, *gradients = all + TOGETHER, *own_key = gradients + TOGETHER, *own_value = own_key + s.head_dim;
-    u64 index = blockIdx.x % s.kv_capacity, kv_head = blockIdx.x / s.kv_capacity % s.kv_heads;
-    u64 batch = blockIdx.x / s.kv_capacity / s.kv_heads, key = s.first + index, group = s.heads / s.kv_heads;
+    u32 capacity = (u32)s.kv_capacity, kv_heads = (u32)s.kv_heads, group = (u32)s.heads / kv_heads;
+    u64 index = blockIdx.x % capacity, kv_head = blockIdx.x / capacity % kv_heads;
+    u64 batch = blockIdx.x / capacity / kv_heads, key = s.first + index;
     u64 before = s.kv_len - s.q_len, place = ((batch * s.kv_capacity + index) * s.kv_heads + kv_head) * s.head_dim;
     EACH_OF_BLOCK(d, s.head_dim) {
         own_key[d] = narrowed(s, load_cached(k, place + d));

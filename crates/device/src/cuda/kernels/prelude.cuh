@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #ifndef ON_CPU
-#define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(THREADS) name(__VA_ARGS__)
+#define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(THREADS, 1) name(__VA_ARGS__)
 #define APART __noinline__
 #define SHARED(T, name)                                        \
     extern __shared__ __align__(16) unsigned char all_shared[]; \

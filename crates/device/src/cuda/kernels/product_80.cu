@@ -55,19 +55,30 @@ __device__ inline void product_of_tiles(u16* tiles, const Matrix& a, const Matri
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     u32 warp_row = warp / 4 * WARP_ROWS, warp_column = warp % 4 * WARP_COLUMNS;
 
+    Result result = {c, bias, top, left, rows, columns, accumulate, 1, 16};
     float sums[4][4][4], run[4][4][4];
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+    for (u32 i = 0; i < 4; i++)
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
+        for (u32 j = 0; j < 4; j++)
 #pragma unroll
-            for (u32 n = 0; n < 4; n++) {
-                u64 row = top + warp_row + 16 * i + lane / 4 + n / 2 * 8, column = left + warp_column + 8 * j + lane % 4 * 2 + n % 2;
-                bool inside = row < rows && column < columns;
-                sums[i][j][n] = inside && accumulate ? load_float(c, row * columns + column) : 0.0f;
-                if (inside && bias.at) sums[i][j][n] += load_float(bias, column);
-                run[i][j][n] = 0.0f;
-            }
+            for (u32 n = 0; n < 4; n++) sums[i][j][n] = run[i][j][n] = 0.0f;
+    // Each of a thread's four runs of rows is of one part. They move up part by part, so that one piece of code is enough for all.
+    float* numbers = (float*)tiles;
+    float* own_part = numbers + (warp / 4 * 16 + lane / 4) * PITCH + warp_column + lane % 4 * 2;
+    if (accumulate || bias.at) {
+#pragma unroll 1
+        for (u32 part = 0; part < PARTS_OF_TILE; part++) {
+            begin_part(numbers, result, part);
+            __syncthreads();
+#pragma unroll
+            for (u32 i = 0; i < 4; i++)
+#pragma unroll
+                for (u32 j = 0; j < 4; j++)
+#pragma unroll
+                    for (u32 n = 0; n < 4; n++)
+                        sums[i][j][n] = i < 3 ? sums[i + 1][j][n] : own_part[n / 2 * 8 * PITCH + 8 * j + n % 2];
+            __syncthreads();
         }
     }
     u64 steps = (inner + STEP - 1) / STEP;
@@ -115,24 +126,21 @@ __device__ inline void product_of_tiles(u16* tiles, const Matrix& a, const Matri
         }
         now = now + 1 == STAGES ? 0 : now + 1;
     }
+    // Nobody reads the tiles any more.
+    __syncthreads();
+#pragma unroll 1
+    for (u32 part = 0; part < PARTS_OF_TILE; part++) {
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) {
+        for (u32 j = 0; j < 4; j++)
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
+            for (u32 n = 0; n < 4; n++) {
+                own_part[n / 2 * 8 * PITCH + 8 * j + n % 2] = sums[0][j][n];
 #pragma unroll
-            for (u32 n = 0; n < 4; n += 2) {
-                u64 row = top + warp_row + 16 * i + lane / 4 + n / 2 * 8, column = left + warp_column + 8 * j + lane % 4 * 2;
-                if (row >= rows || column >= columns) continue;
-                u64 at = row * columns + column;
-                bool both = column + 1 < columns;
-                if (both && columns % 2 == 0 && c.type == BF16 && !rounding.stochastic && c.at % 4 == 0) {
-                    *(u32*)(c.at + 2 * at) = pair_of_16_bits<false>(sums[i][j][n], sums[i][j][n + 1]);
-                    continue;
-                }
-                store(c, at, sums[i][j][n], rounding);
-                if (both) store(c, at + 1, sums[i][j][n + 1], rounding);
+                for (u32 i = 0; i < 3; i++) sums[i][j][n] = sums[i + 1][j][n];
             }
-        }
+        __syncthreads();
+        end_part(numbers, result, part, rounding);
+        __syncthreads();
     }
 }
 
@@ -166,13 +174,13 @@ KERNEL(product_bf16_few, const float* flag, View x, View weight, View c, View bi
         u32 count = unit_count(k, inner);
         float values[UNIT];
         u32 of_weight[8], of_x[2][8];
-        load_unit(weight, column * inner + k, column < columns ? count : 0, ToRegisters{values});
+        load_unit<true>(weight, column * inner + k, column < columns ? count : 0, ToRegisters{values});
 #pragma unroll
         for (u32 i = 0; i < 8; i++) of_weight[i] = pair_of_16_bits<false>(values[2 * i], values[2 * i + 1]);
 #pragma unroll
         for (u32 part = 0; part < 2; part++) {
             u64 row = group + 8 * part;
-            load_plain_unit(x, row * inner + k, row < rows ? count : 0, values);
+            load_unit<false>(x, row * inner + k, row < rows ? count : 0, ToRegisters{values});
 #pragma unroll
             for (u32 i = 0; i < 8; i++) of_x[part][i] = pair_of_16_bits<false>(values[2 * i], values[2 * i + 1]);
         }

@@ -141,9 +141,9 @@ KERNEL(embedding_backward, const float* flag, const u32* tokens, View dout, View
         if (seen || token < first_row || token - first_row >= table_rows) continue;
         EACH_OF_BLOCK(i, columns) {
             u64 at = (token - first_row) * columns + i;
-            float sum = load(dtable, at);
+            float sum = load_float(dtable, at);
             for (u64 other = place; other < rows; other++)
-                if (tokens[other] == token) sum += load(dout, other * columns + i);
+                if (tokens[other] == token) sum += load_float(dout, other * columns + i);
             store(dtable, at, sum, rounding);
         }
     }

@@ -114,8 +114,5 @@ __device__ inline void fill_line(View x, u32 width, u64 index, u32 count, const 
         }
         return;
     }
-    if (CODES) return load_unit(x, index, count, put);
-    float values[UNIT];
-    load_plain_unit(x, index, count, values);
-    put.all(values);
+    load_unit<CODES>(x, index, count, put);
 }

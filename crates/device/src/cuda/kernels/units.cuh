@@ -191,66 +191,62 @@ __device__ inline void put_pair(float* out, u32 pair, bool half) {
     out[1] = half ? f16_value((u16)(pair >> 16)) : bf16_value((u16)(pair >> 16));
 }
 
-// The sixteen of a type that has 16 bits, aligned to 16 bytes.
-__device__ inline void decode_pairs(const u8* p, bool half, float* out) {
-#pragma unroll
-    for (u32 part = 0; part < 2; part++) {
-        Words words = ((const Words*)p)[part];
-        put_pair(out + 8 * part, words.x, half);
-        put_pair(out + 8 * part + 2, words.y, half);
-        put_pair(out + 8 * part + 4, words.z, half);
-        put_pair(out + 8 * part + 6, words.w, half);
-    }
-}
+// The same, where it may begin at a multiple of 16 bytes and mostly does.
+__device__ inline Words words_at(const u8* p) { return (u64)p % 16 == 0 ? *(const Words*)p : bytes16(p); }
 
-// Sixteen elements of f32, bf16 or f16, where they begin at a multiple of 16 bytes; whether they did.
-__device__ inline bool load_aligned(View x, u64 index, float* out) {
-    const u8* p = (const u8*)x.at + (x.type == F32 ? 4 : 2) * index;
-    if (x.type != F32 && x.type != BF16 && x.type != F16 || (u64)p % 16 != 0) return false;
-    if (x.type != F32) {
-        decode_pairs(p, x.type == F16, out);
+// A whole unit of a type that is no block of codes; whether it is of such a type.
+__device__ inline bool decode_plain(View x, u64 index, float* out) {
+    const u8* p = (const u8*)x.at;
+    if (x.type == F32) {
+#pragma unroll
+        for (u32 part = 0; part < 4; part++) {
+            Words words = words_at(p + 4 * index + 16 * part);
+            out[4 * part] = __uint_as_float(words.x);
+            out[4 * part + 1] = __uint_as_float(words.y);
+            out[4 * part + 2] = __uint_as_float(words.z);
+            out[4 * part + 3] = __uint_as_float(words.w);
+        }
         return true;
     }
+    if (x.type == BF16 || x.type == F16) {
+        bool half = x.type == F16;
 #pragma unroll
-    for (u32 part = 0; part < 4; part++) {
-        Words words = ((const Words*)p)[part];
-        out[4 * part] = __uint_as_float(words.x);
-        out[4 * part + 1] = __uint_as_float(words.y);
-        out[4 * part + 2] = __uint_as_float(words.z);
-        out[4 * part + 3] = __uint_as_float(words.w);
+        for (u32 part = 0; part < 2; part++) {
+            Words words = words_at(p + 2 * index + 16 * part);
+            put_pair(out + 8 * part, words.x, half);
+            put_pair(out + 8 * part + 2, words.y, half);
+            put_pair(out + 8 * part + 4, words.z, half);
+            put_pair(out + 8 * part + 6, words.w, half);
+        }
+        return true;
+    }
+    if (x.type != E4M3 && x.type != E5M2) return false;
+    Words words = bytes16(p + 4 + index);
+    float factor = f32_at(p);
+#pragma unroll
+    for (u32 i = 0; i < UNIT; i++) {
+        u8 code = (u8)byte_of(words, i);
+        out[i] = (x.type == E4M3 ? e4m3_value(code) : e5m2_value(code)) * factor;
     }
     return true;
 }
 
-// Sixteen elements of a type that is no block of codes, of which `count` are there and the rest is 0.
-__device__ inline void load_plain_unit(View x, u64 index, u32 count, float* out) {
-    if (count == UNIT && load_aligned(x, index, out)) return;
-#pragma unroll
-    for (u32 i = 0; i < UNIT; i++) out[i] = i < count ? plain_element(x, index + i) : 0.0f;
-}
-
 // Gives `put` the elements from `index` on, of which `count` are there and the rest is 0: all at once by `all`, or each by `one`.
-template <class Put> __device__ inline void load_unit(View x, u64 index, u32 count, const Put& put) {
+// Without CODES the type is no block of codes.
+template <bool CODES, class Put> __device__ inline void load_unit(View x, u64 index, u32 count, const Put& put) {
     float values[UNIT];
-    const u8* p = (const u8*)x.at;
-    bool whole = count == UNIT, done = whole && load_aligned(x, index, values);
-    if (whole && (x.type == E4M3 || x.type == E5M2)) {
-        Words words = bytes16(p + 4 + index);
-        float factor = f32_at(p);
-#pragma unroll
-        for (u32 i = 0; i < UNIT; i++) {
-            u8 code = (u8)byte_of(words, i);
-            values[i] = (x.type == E4M3 ? e4m3_value(code) : e5m2_value(code)) * factor;
-        }
-        done = true;
-    }
-    if (whole && x.type >= Q8_0 && index % UNIT == 0) {
+    bool done = count == UNIT && decode_plain(x, index, values);
+    if (CODES && count == UNIT && x.type >= Q8_0 && index % UNIT == 0) {
         decode_codes(x, index, values);
         done = true;
     }
     if (done) return put.all(values);
 #pragma unroll 1
-    for (u32 i = 0; i < UNIT; i++) put.one(i, i < count ? load_inline(x, index + i) : 0.0f);
+    for (u32 i = 0; i < UNIT; i++) {
+        float value = 0.0f;
+        if (i < count) value = CODES ? load_inline(x, index + i) : plain_element(x, index + i);
+        put.one(i, value);
+    }
 }
 
 // Elements of a unit that are there: those from `first` up to `end`.

@@ -65,10 +65,12 @@ pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
         return Ok(());
     }
     let Operands { a: (x, a), b: (weight, b), out, bias } = operands;
-    let tensor_cores = compute == Compute::Bf16 && emit.has_tensor_cores();
+    // Products of two numbers of f16 are exact in f32: tensor cores make them of operands as they are.
+    let f16 = compute == Compute::F32 && [x, weight].iter().all(|t| t.dtype() == DType::F16);
+    let bf16 = compute == Compute::Bf16;
     let tiles = rows.div_ceil(TILE).saturating_mul(columns.div_ceil(TILE));
     let few = matches!(op, Product::Linear { .. }) && rows <= FEW;
-    let f16 = [x, weight].iter().all(|t| t.dtype() == DType::F16);
+    let tensor_cores = emit.has_tensor_cores() && (bf16 || f16 && !few);
     let (name, count, shared) = match (few, tensor_cores) {
         (true, true) => ("product_bf16_few", columns.div_ceil(FEW_COLUMNS), FEW_SHARED_BYTES),
         (true, false) => ("product_few", columns.div_ceil(FEW_COLUMNS), 0),
@@ -79,8 +81,7 @@ pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
     let kernel = if few { kernel.with(a.values).with(b.values) } else { kernel.with(a).with(b) };
     let kernel = kernel.with(emit.view(out)).with(bias.map_or(View::NONE, |bias| emit.view(bias)));
     let kernel = [rows, inner, columns].into_iter().fold(kernel, Launch::with);
-    let narrow = u32::from(compute == Compute::Bf16);
-    let kernel = if tensor_cores { kernel } else { kernel.with(narrow) };
+    let kernel = if tensor_cores { kernel } else { kernel.with(u32::from(bf16)) };
     // What was there is rounded to nearest when nothing is added to it.
     let rounding = if accumulate { rounding } else { nearest };
     emit.launch(kernel.with(u32::from(accumulate)).with(Rounding::from(rounding)))
