@@ -19,8 +19,8 @@ import tempfile
 
 FOLDER = pathlib.Path(__file__).parents[2] / "crates/device/src/cuda"
 # In the order of `SOURCES` in crates/device/src/cuda/mod.rs.
-PARTS = ["prelude.cuh", "units.cuh", "shapes.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu", "reduction.cu", "update.cu",
-         "quantization.cu", "subspace.cu"]
+PARTS = ["prelude.cuh", "units.cuh", "shapes.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu",
+         "reduction.cu", "update.cu", "quantization.cu", "subspace.cu"]
 # `SHARED_80` and `SOURCES_80`: the kernels for tensor cores.
 PARTS_80 = ["prelude.cuh", "units.cuh", "shapes.cuh", "tensor.cuh", "product_80.cu"]
 PROGRAMS = [("kernels.ptx", "75", PARTS), ("kernels_80.ptx", "80", PARTS_80)]
