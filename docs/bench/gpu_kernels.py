@@ -1,4 +1,5 @@
-"""Makes crates/device/src/cuda/kernels.ptx of the sources beside it, and a table of what an assembler makes of that.
+"""Makes kernels.ptx and kernels_80.ptx in crates/device/src/cuda of the sources beside them, and a table of what an assembler
+makes of these.
 
     pip install nvidia-cuda-nvrtc-cu11==11.8.89      # PTX 7.8: drivers from 520 on take it
     python docs/bench/gpu_kernels.py
@@ -18,8 +19,11 @@ import tempfile
 
 FOLDER = pathlib.Path(__file__).parents[2] / "crates/device/src/cuda"
 # In the order of `SOURCES` in crates/device/src/cuda/mod.rs.
-PARTS = ["prelude.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu", "reduction.cu", "update.cu",
-         "quantization.cu", "subspace.cu", "routing.cu", "grouped.cu", "sink.cu"]
+PARTS = ["prelude.cuh", "units.cuh", "shapes.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu",
+         "reduction.cu", "update.cu", "quantization.cu", "subspace.cu", "routing.cu", "grouped.cu", "sink.cu"]
+# `SHARED_80` and `SOURCES_80`: the kernels for tensor cores.
+PARTS_80 = ["prelude.cuh", "units.cuh", "shapes.cuh", "tensor.cuh", "product_80.cu"]
+PROGRAMS = [("kernels.ptx", "75", PARTS), ("kernels_80.ptx", "80", PARTS_80)]
 ARCHITECTURES = ["75", "80", "86", "89", "90", "90a", "100", "120"]
 
 
@@ -33,9 +37,9 @@ def nvrtc(path):
     sys.exit("NVRTC is not there: pip install nvidia-cuda-nvrtc-cu11==11.8.89")
 
 
-def compile_ptx(library, source):
+def compile_ptx(library, source, architecture):
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    options = [b"--gpu-architecture=compute_75", b"--std=c++17"]
+    options = [f"--gpu-architecture=compute_{architecture}".encode(), b"--std=c++17"]
     library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None)
     code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -69,19 +73,26 @@ def main():
     arguments.add_argument("--nvrtc", help="libnvrtc.so, if it is not that of an installed wheel")
     arguments.add_argument("--ptxas", help="assemble the PTX that is there, and print a table")
     given = arguments.parse_args()
-    ptx = FOLDER / "kernels.ptx"
     if given.ptxas:
-        all_of_them = {name: resources(given.ptxas, name, ptx) for name in ARCHITECTURES}
+        found = {}
+        for name, least, _ in PROGRAMS:
+            for architecture in ARCHITECTURES:
+                if int(architecture.rstrip("a")) >= int(least):
+                    for kernel, numbers in resources(given.ptxas, architecture, FOLDER / name).items():
+                        found.setdefault(kernel, {})[architecture] = numbers
         print("| kernel |" + "".join(f" sm_{name} |" for name in ARCHITECTURES))
         print("|---|" + "---:|" * len(ARCHITECTURES))
-        for kernel in sorted(all_of_them[ARCHITECTURES[0]]):
-            cells = [all_of_them[name][kernel] for name in ARCHITECTURES]
+        for kernel in sorted(found):
+            cells = [found[kernel].get(name, ("-", 0, 0)) for name in ARCHITECTURES]
             print(f"| {kernel} |" + "".join(f" {r}{f', {s} spilled' if s else ''} |" for r, _, s in cells))
         return
-    source = b"".join((FOLDER / "kernels" / part).read_bytes() for part in PARTS)
-    head = f"// sources: sha256 {hashlib.sha256(source).hexdigest()}\n".encode()
-    ptx.write_bytes(head + compile_ptx(nvrtc(given.nvrtc), source))
-    print(f"{ptx}: {ptx.stat().st_size} bytes")
+    library = nvrtc(given.nvrtc)
+    for name, architecture, parts in PROGRAMS:
+        source = b"".join((FOLDER / "kernels" / part).read_bytes() for part in parts)
+        head = f"// sources: sha256 {hashlib.sha256(source).hexdigest()}\n".encode()
+        ptx = FOLDER / name
+        ptx.write_bytes(head + compile_ptx(library, source, architecture))
+        print(f"{ptx}: {ptx.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use plimsoll_device::cuda::{Driver, LEAST_DRIVER, OpenCard, SOURCES};
+use plimsoll_device::cuda::{Driver, LEAST_DRIVER, OpenCard, SHARED_80, SOURCES, SOURCES_80};
 use plimsoll_device::{
     Channels, Cuda, CudaError, DType, Device, DeviceError, DeviceExt, DeviceTraits, Dry, Elementwise,
     Embedding, Lent, Rounding, Subspace, Tensor,
@@ -240,13 +240,20 @@ fn a_plan_for_a_gpu_refuses_what_it_cannot_do() {
 
 #[test]
 fn the_shipped_kernels_are_those_of_the_sources() {
-    let mut hasher = Sha256::new();
-    SOURCES.iter().for_each(|(_, source)| hasher.update(source.as_bytes()));
-    let hash: String = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    let ptx = include_str!("../src/cuda/kernels.ptx");
-    assert_eq!(
-        ptx.lines().next(),
-        Some(&*format!("// sources: sha256 {hash}")),
-        "kernels.ptx is stale: run docs/bench/gpu_kernels.py"
-    );
+    let shared = SOURCES.iter().filter(|(name, _)| SHARED_80.contains(name));
+    let all: Vec<&str> = SOURCES.iter().map(|(_, source)| *source).collect();
+    let for_tensor_cores: Vec<&str> = shared.chain(&SOURCES_80).map(|(_, source)| *source).collect();
+    for (sources, ptx) in [
+        (all, include_str!("../src/cuda/kernels.ptx")),
+        (for_tensor_cores, include_str!("../src/cuda/kernels_80.ptx")),
+    ] {
+        let mut hasher = Sha256::new();
+        sources.iter().for_each(|source| hasher.update(source.as_bytes()));
+        let hash: String = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(
+            ptx.lines().next(),
+            Some(&*format!("// sources: sha256 {hash}")),
+            "the kernels are stale: run docs/bench/gpu_kernels.py"
+        );
+    }
 }

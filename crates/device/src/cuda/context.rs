@@ -8,7 +8,7 @@ use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 
 use super::driver::{Address, Driver, Handle, is_out_of_memory};
-use super::lower::{KERNELS, Launch};
+use super::lower::Launch;
 use super::{Card, CudaError};
 
 /// Threads of every block: `THREADS` of the kernels.
@@ -252,45 +252,56 @@ impl Drop for Event<'_> {
 #[derive(Debug)]
 pub(super) struct Kernels {
     context: Arc<Context>,
-    module: Handle,
+    /// One for each program.
+    modules: Vec<Handle>,
     functions: HashMap<&'static str, Handle>,
 }
 
 impl Kernels {
-    pub fn load(context: &Arc<Context>, ptx: &str) -> Result<Kernels, CudaError> {
+    /// Programs with the names of their kernels.
+    pub fn load(context: &Arc<Context>, programs: &[(&str, &[&'static str])]) -> Result<Kernels, CudaError> {
         let refused = |call, reason: &str| CudaError::Refused { call, reason: reason.to_owned() };
-        let image = CString::new(ptx).map_err(|_| refused("cuModuleLoadData", "the kernels hold a zero"))?;
-        let (driver, functions, mut module) = (&context.driver, context.driver.functions(), null_mut());
+        let (driver, functions) = (&context.driver, context.driver.functions());
         context.enter()?;
-        // SAFETY: writes one handle; the text ends with a zero.
-        driver.check("cuModuleLoadData", unsafe {
-            (functions.module_load)(&mut module, image.as_ptr().cast())
-        })?;
-        let mut kernels = Kernels { context: Arc::clone(context), module, functions: HashMap::new() };
-        for name in KERNELS {
-            let (mut function, text) = (null_mut(), CString::new(name).unwrap_or_default());
-            // SAFETY: writes one handle; the name ends with a zero.
-            let code = unsafe { (functions.module_function)(&mut function, module, text.as_ptr()) };
-            driver.check("cuModuleGetFunction", code)?;
-            kernels.functions.insert(name, function);
+        let mut kernels =
+            Kernels { context: Arc::clone(context), modules: Vec::new(), functions: HashMap::new() };
+        for (ptx, names) in programs {
+            let image =
+                CString::new(*ptx).map_err(|_| refused("cuModuleLoadData", "the kernels hold a zero"))?;
+            let mut module = null_mut();
+            // SAFETY: writes one handle; the text ends with a zero.
+            driver.check("cuModuleLoadData", unsafe {
+                (functions.module_load)(&mut module, image.as_ptr().cast())
+            })?;
+            kernels.modules.push(module);
+            for name in *names {
+                let (mut function, text) = (null_mut(), CString::new(*name).unwrap_or_default());
+                // SAFETY: writes one handle; the name ends with a zero.
+                let code = unsafe { (functions.module_function)(&mut function, module, text.as_ptr()) };
+                driver.check("cuModuleGetFunction", code)?;
+                kernels.functions.insert(*name, function);
+            }
         }
         Ok(kernels)
     }
 
-    /// Where a constant of the kernels lies, which has to be of that size.
-    pub fn constant(&self, name: &str, bytes: usize) -> Result<Address, CudaError> {
-        let (mut address, mut size, driver) = (0, 0, &self.context.driver);
-        let text = CString::new(name).unwrap_or_default();
+    /// Where a constant of the kernels lies in each program, which has to be of that size.
+    pub fn constants(&self, name: &str, bytes: usize) -> Result<Vec<Address>, CudaError> {
+        let (driver, text) = (&self.context.driver, CString::new(name).unwrap_or_default());
         self.context.enter()?;
-        // SAFETY: writes an address and a number; the name ends with a zero.
-        let code = unsafe {
-            (driver.functions().module_global)(&mut address, &mut size, self.module, text.as_ptr())
+        let of_module = |module: &Handle| {
+            let (mut address, mut size) = (0, 0);
+            // SAFETY: writes an address and a number; the name ends with a zero.
+            let code = unsafe {
+                (driver.functions().module_global)(&mut address, &mut size, *module, text.as_ptr())
+            };
+            driver.check("cuModuleGetGlobal", code)?;
+            let reason = || format!("{name} has {size} bytes, not {bytes}");
+            (size == bytes)
+                .then_some(address)
+                .ok_or_else(|| CudaError::Refused { call: "cuModuleGetGlobal", reason: reason() })
         };
-        driver.check("cuModuleGetGlobal", code)?;
-        let reason = || format!("{name} has {size} bytes, not {bytes}");
-        (size == bytes)
-            .then_some(address)
-            .ok_or_else(|| CudaError::Refused { call: "cuModuleGetGlobal", reason: reason() })
+        self.modules.iter().map(of_module).collect()
     }
 }
 
@@ -298,8 +309,10 @@ impl Drop for Kernels {
     fn drop(&mut self) {
         // Where the context cannot be entered, giving back is tried all the same.
         let _ = self.context.enter();
-        // SAFETY: it was loaded once.
-        unsafe { (self.context.driver.functions().module_unload)(self.module) };
+        for module in &self.modules {
+            // SAFETY: it was loaded once.
+            unsafe { (self.context.driver.functions().module_unload)(*module) };
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
 use super::context::{Allocation, Context, Kernels, Stream};
 use super::driver::Driver;
 use super::lower::{self, Check, Places, WORKSPACE_BYTES};
-use super::{Card, CudaError, PTX, host, tables};
+use super::{Card, CudaError, PTX, PTX_80, TENSOR_CORES, host, tables};
 use crate::{Device, DeviceError, DeviceTraits, Lent, Op, Tensor, Workspace};
 
 /// Bytes beside the arena: the workspace, and the word where faults are left, with what aligns it.
@@ -36,14 +36,18 @@ impl OpenCard {
     /// There is no such card, it is too old, or the driver refuses.
     pub fn new(driver: &Driver, index: u32) -> Result<Arc<OpenCard>, CudaError> {
         let context = Context::new(driver, index)?;
-        let kernels = Kernels::load(&context, PTX)?;
+        let programs: [(&str, &[&str]); 2] = [(PTX, &lower::KERNELS), (PTX_80, &lower::KERNELS_80)];
+        let count = if context.card.capability >= TENSOR_CORES { 2 } else { 1 };
+        let kernels = Kernels::load(&context, &programs[..count])?;
         let beside = Allocation::new(&context, BESIDE_BYTES)?;
         let (constants, stream) = (tables::bytes(), Stream::new(&context)?);
-        let at = kernels.constant("tables", constants.len())?;
+        let places = kernels.constants("tables", constants.len())?;
         let no_fault = NO_FAULT.to_ne_bytes();
         // SAFETY: nobody writes either before the stream is done.
         unsafe {
-            stream.copy_in(at, &constants)?;
+            for at in places {
+                stream.copy_in(at, &constants)?;
+            }
             stream.copy_in(beside.address + WORKSPACE_BYTES, &no_fault)?;
         }
         stream.finish()?;
@@ -235,6 +239,7 @@ impl Device for Cuda {
             flag,
             fault: self.card.fault_address(),
             key: (self.checks.borrow().len() as u64) << PLACE_BITS,
+            capability: self.card().capability,
         };
         lower::lower(op, places, &mut |launch| {
             // SAFETY: the check has found all tensors in the arena, which is given back after the stream is done, and so is the

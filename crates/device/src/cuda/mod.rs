@@ -18,10 +18,17 @@ use crate::{DeviceTraits, Op};
 
 /// The kernels, as the driver takes them.
 pub(crate) const PTX: &str = include_str!("kernels.ptx");
+/// Those for [`TENSOR_CORES`] beside them.
+pub(crate) const PTX_80: &str = include_str!("kernels_80.ptx");
+
+/// The compute capability, in tenths, from which on cards have what `kernels/tensor.cuh` asks for.
+pub const TENSOR_CORES: u32 = 80;
 
 /// The sources of the kernels, in the order in which they make one program.
-pub const SOURCES: [(&str, &str); 13] = [
+pub const SOURCES: [(&str, &str); 15] = [
     ("prelude.cuh", include_str!("kernels/prelude.cuh")),
+    ("units.cuh", include_str!("kernels/units.cuh")),
+    ("shapes.cuh", include_str!("kernels/shapes.cuh")),
     ("elementwise.cu", include_str!("kernels/elementwise.cu")),
     ("rows.cu", include_str!("kernels/rows.cu")),
     ("product.cu", include_str!("kernels/product.cu")),
@@ -35,6 +42,14 @@ pub const SOURCES: [(&str, &str); 13] = [
     ("grouped.cu", include_str!("kernels/grouped.cu")),
     ("sink.cu", include_str!("kernels/sink.cu")),
 ];
+
+/// The sources of the kernels for [`TENSOR_CORES`]; with those of [`SOURCES`] that [`SHARED_80`] names they make another program.
+pub const SOURCES_80: [(&str, &str); 2] = [
+    ("tensor.cuh", include_str!("kernels/tensor.cuh")),
+    ("product_80.cu", include_str!("kernels/product_80.cu")),
+];
+/// What both programs have in common.
+pub const SHARED_80: [&str; 3] = ["prelude.cuh", "units.cuh", "shapes.cuh"];
 
 impl DeviceTraits {
     /// A GPU's: memory of its own, in which tensors begin at multiples of 256 bytes.

@@ -1,8 +1,9 @@
 // Kernels without a GPU: the part of CUDA C++ that the kernels use, for a C++ compiler.
 //
 // A thread of a block is a fiber. It runs up to a barrier and gives way to the next one, in an order that a seed shuffles anew
-// after every barrier; blocks run one after the other, in an order of that seed too. Shared memory begins as garbage. A barrier
-// that some threads of a block meet while others have ended fails the launch.
+// after every barrier; blocks run one after the other, in an order of that seed too. What the threads of a warp do together is a
+// barrier of the warp; with a seed one warp runs as far ahead of the others as barriers of the block let it. Shared memory begins
+// as garbage. A barrier that some threads meet while others have ended fails the launch.
 //
 // What it cannot show: races between barriers within a warp, alignment, registers, launch limits of a card, speed.
 
@@ -10,6 +11,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <cstdio>
+#include <deque>
 #include <map>
 #include <string>
 #include <functional>
@@ -60,11 +63,33 @@ on_cpu_switch:
 
 constexpr size_t STACK = 128 << 10;
 
+constexpr unsigned WARP_THREADS = 32;
+
+// A copy to shared memory that has begun.
+struct Copy {
+    void* to;
+    const void* from;
+    unsigned width, bytes;
+};
+
+enum State { READY, AT_WARP, AT_BLOCK, ENDED };
+
 struct Fiber {
     char* stack = nullptr;
     void* at = nullptr;
     Index thread;
-    bool ended = false;
+    State state = READY;
+    // What threads of a warp do together goes by two places in turn, so that one barrier each is enough.
+    unsigned turn = 0;
+    std::vector<Copy> begun;
+    std::deque<std::vector<Copy>> groups;
+};
+
+// What the threads of a warp show each other.
+struct Shown {
+    float numbers[WARP_THREADS];
+    const void* rows[WARP_THREADS];
+    float a[16][16], b[16][8];
 };
 
 // What runs on this OS thread.
@@ -75,6 +100,7 @@ struct Core {
     const std::function<void()>* body = nullptr;
     Index block, grid;
     std::vector<unsigned char> shared;
+    std::vector<Shown> shown;
     uint64_t state = 0;
 
     uint64_t random() {
@@ -91,13 +117,42 @@ inline thread_local Core core;
 // 0: fibers and blocks in order.
 inline thread_local uint64_t seed = 0;
 
-inline void give_way() { on_cpu_switch(&core.now->at, core.outside); }
+inline void give_way(State state) {
+    core.now->state = state;
+    on_cpu_switch(&core.now->at, core.outside);
+}
 
 inline void begin() {
     (*core.body)();
-    core.now->ended = true;
-    give_way();
+    give_way(ENDED);
     abort();
+}
+
+inline void check(bool holds, const char* what) {
+    if (holds) return;
+    fprintf(stderr, "a kernel does what no card lets it do: %s\n", what);
+    abort();
+}
+
+// Lets those go on who wait for others that have all come; whether there were any. With a seed, one warp alone.
+inline bool let_go(unsigned threads) {
+    unsigned warps = (threads + WARP_THREADS - 1) / WARP_THREADS, first = seed ? core.random() % warps : 0;
+    auto all = [&](unsigned from, unsigned to, State state) {
+        for (unsigned i = from; i < to; i++)
+            if (core.fibers[i].state != state) return false;
+        return true;
+    };
+    bool any = false;
+    for (unsigned n = 0; n < warps && !(any && seed); n++) {
+        unsigned warp = (first + n) % warps, from = warp * WARP_THREADS;
+        unsigned to = from + WARP_THREADS < threads ? from + WARP_THREADS : threads;
+        if (!all(from, to, AT_WARP)) continue;
+        for (unsigned i = from; i < to; i++) core.fibers[i].state = READY;
+        any = true;
+    }
+    if (any || !all(0, threads, AT_BLOCK)) return any;
+    for (unsigned i = 0; i < threads; i++) core.fibers[i].state = READY;
+    return true;
 }
 
 // One block; whether all its threads met the same barriers.
@@ -107,11 +162,15 @@ inline bool run_block(unsigned threads) {
         fiber.stack = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         core.fibers.push_back(fiber);
     }
+    core.shown.resize(2 * ((threads + WARP_THREADS - 1) / WARP_THREADS));
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = core.fibers[i];
-        fiber.ended = false;
+        fiber.state = READY;
         fiber.thread.x = i;
+        fiber.turn = 0;
+        fiber.begun.clear();
+        fiber.groups.clear();
         // A call's alignment: the return address lies 8 bytes below a multiple of 16. Six registers are popped first.
         void** top = (void**)(fiber.stack + STACK - 64);
         top[-1] = nullptr;
@@ -125,12 +184,14 @@ inline bool run_block(unsigned threads) {
             for (unsigned i = threads - 1; i > 0; i--) std::swap(order[i], order[core.random() % (i + 1)]);
         unsigned ended = 0;
         for (unsigned i : order) {
-            core.now = &core.fibers[i];
-            on_cpu_switch(&core.outside, core.now->at);
-            ended += core.now->ended;
+            if (core.fibers[i].state == READY) {
+                core.now = &core.fibers[i];
+                on_cpu_switch(&core.outside, core.now->at);
+            }
+            ended += core.fibers[i].state == ENDED;
         }
         if (ended == threads) return true;
-        if (ended != 0) return false;
+        if (!let_go(threads)) return false;
     }
 }
 
@@ -194,7 +255,7 @@ template <class... A> struct Registered {
 #define threadIdx (on_cpu::core.now->thread)
 #define blockIdx (on_cpu::core.block)
 #define gridDim (on_cpu::core.grid)
-inline void __syncthreads() { on_cpu::give_way(); }
+inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
 
 inline float __uint_as_float(unsigned bits) {
     float x;
@@ -246,4 +307,90 @@ inline unsigned short to_f16(float x) {
     unsigned short bits;
     memcpy(&bits, &narrow, 2);
     return bits;
+}
+
+// ---- what the threads of a warp do together ----
+
+namespace on_cpu {
+
+inline unsigned lane() { return core.now->thread.x % WARP_THREADS; }
+
+// The place of this turn. What is put there can be read after the barrier, until the turn after the next.
+inline Shown& shown() {
+    unsigned turn = core.now->turn++ % 2;
+    return core.shown[core.now->thread.x / WARP_THREADS * 2 + turn];
+}
+
+// Matrix n has its rows where threads 8 n to 8 n + 7 say. PTX ISA, "Warp-level matrix load instruction: ldmatrix": thread T gets of
+// each matrix elements 2 (T % 4) and the next one of row T / 4, the first one in the lower half; with .trans it is rows
+// 2 (T % 4) and the next one of column T / 4.
+inline void load_matrices(unsigned* out, const void* row, bool transposed) {
+    check((uintptr_t)row % 16 == 0, "a row of a matrix that is not aligned to 16 bytes");
+    Shown& all = shown();
+    unsigned t = lane();
+    all.rows[t] = row;
+    give_way(AT_WARP);
+    for (unsigned n = 0; n < 4; n++) {
+        unsigned halves[2];
+        for (unsigned half = 0; half < 2; half++) {
+            unsigned line = transposed ? 2 * (t % 4) + half : t / 4, place = transposed ? t / 4 : 2 * (t % 4) + half;
+            halves[half] = ((const uint16_t*)all.rows[8 * n + line])[place];
+        }
+        out[n] = halves[0] | halves[1] << 16;
+    }
+}
+
+// PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type": with group = lane / 4 and t = lane % 4, numbers 0 to 7 of
+// a (two in a word, the first one low) are of row group (0, 1, 4, 5) or group + 8 (2, 3, 6, 7) and of column 2 t + (i & 1), from
+// number 4 on 8 more; numbers 0 to 3 of b are of row 2 t + (i & 1), from number 2 on 8 more, and of column group; the sums are of
+// row group (0, 1) or group + 8 (2, 3) and of column 2 t + (i & 1).
+inline void multiply_add(float* sums, const unsigned* a, const unsigned* b, float (*value)(unsigned short)) {
+    Shown& all = shown();
+    unsigned group = lane() / 4, t = lane() % 4;
+    for (unsigned i = 0; i < 8; i++)
+        all.a[group + (i / 2 % 2) * 8][2 * t + i % 2 + i / 4 * 8] = value((unsigned short)(a[i / 2] >> (i % 2 * 16)));
+    for (unsigned i = 0; i < 4; i++) all.b[2 * t + i % 2 + i / 2 * 8][group] = value((unsigned short)(b[i / 2] >> (i % 2 * 16)));
+    give_way(AT_WARP);
+    for (unsigned i = 0; i < 4; i++) {
+        unsigned row = group + i / 2 * 8, column = 2 * t + i % 2;
+        float sum = sums[i];
+        for (unsigned k = 0; k < 16; k++) sum += all.a[row][k] * all.b[k][column];
+        sums[i] = sum;
+    }
+}
+
+inline float bf16_number(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+
+} // namespace on_cpu
+
+inline float of_neighbour(float x, unsigned mask) {
+    on_cpu::Shown& all = on_cpu::shown();
+    all.numbers[on_cpu::lane()] = x;
+    on_cpu::give_way(on_cpu::AT_WARP);
+    return all.numbers[on_cpu::lane() ^ mask];
+}
+
+// A copy happens when it is waited for, so that a missing wait shows.
+template <unsigned WIDTH> inline void copy_begin(void* to, const void* from, unsigned bytes) {
+    on_cpu::check((uintptr_t)to % WIDTH == 0 && (uintptr_t)from % WIDTH == 0, "a copy that is not aligned to its size");
+    on_cpu::check(bytes <= WIDTH, "a copy of more than its size");
+    on_cpu::core.now->begun.push_back({to, from, WIDTH, bytes});
+}
+inline void copy_group() {
+    on_cpu::core.now->groups.push_back(std::move(on_cpu::core.now->begun));
+    on_cpu::core.now->begun.clear();
+}
+template <unsigned LEFT> inline void copy_wait() {
+    auto& groups = on_cpu::core.now->groups;
+    for (; groups.size() > LEFT; groups.pop_front()) {
+        for (auto& copy : groups.front()) {
+            memset(copy.to, 0, copy.width);
+            memcpy(copy.to, copy.from, copy.bytes);
+        }
+    }
+}
+inline void load_matrices(unsigned* out, const void* row) { on_cpu::load_matrices(out, row, false); }
+inline void load_transposed(unsigned* out, const void* row) { on_cpu::load_matrices(out, row, true); }
+template <bool HALF> inline void multiply_add(float* sums, const unsigned* a, const unsigned* b) {
+    on_cpu::multiply_add(sums, a, b, HALF ? f16_value : on_cpu::bf16_number);
 }

@@ -8,53 +8,9 @@
 // Values of a head that a thread adds up at most.
 #define PARTS 2
 
-struct Shape {
-    u64 batch, q_len, kv_len, kv_capacity, heads, kv_heads, head_dim;
-    // Elements of a head in the storage of keys and of values: whole blocks.
-    u64 k_columns, v_columns;
-    // The position of the first key, where the keys are a piece; 0 of whole sequences.
-    u64 first;
-    // The largest u64 where there is none.
-    u64 window;
-    // 0 where there is no pattern of blocks.
-    u64 block, local_blocks, global_blocks;
-    float scale, soft_cap;
-    u32 narrow;
-    u32 unused;
-};
-
-__device__ inline bool sees(const Shape& s, u64 query, u64 key, u64 first) {
-    if (key > query) return false;
-    if (key < first) return key == query;
-    if (query - key >= s.window) return false;
-    if (s.block == 0) return true;
-    return key / s.block < s.global_blocks || query / s.block - key / s.block < s.local_blocks;
-}
-
-// The first position that a query may see.
-__device__ inline u64 earliest(const Shape& s, u64 query, u64 first) {
-    u64 near = query + 1 > s.window ? query + 1 - s.window : 0;
-    u64 low = near > first ? near : first;
-    return low < query ? low : query;
-}
-
-// Where the head of a key begins among the elements of keys or values.
-__device__ inline u64 key_place(const Shape& s, u64 batch, u64 key, u64 kv_head, u64 columns) {
-    u64 row = batch * s.kv_capacity + (key - s.first) % s.kv_capacity;
-    return (row * s.kv_heads + kv_head) * columns;
-}
-
-__device__ inline float narrowed(const Shape& s, float x) { return s.narrow ? bf16_value(to_bf16(x)) : x; }
-
 // A query, or what lies like one.
 __device__ inline float query_value(const Shape& s, View x, u64 batch, u64 i, u64 head, u64 d) {
-    return narrowed(s, load(x, ((batch * s.q_len + i) * s.heads + head) * s.head_dim + d));
-}
-
-// The score of a key whose product with a query is given.
-__device__ inline float score_of(const Shape& s, float product) {
-    float x = product * s.scale;
-    return s.soft_cap > 0.0f ? s.soft_cap * tanhf(x / s.soft_cap) : x;
+    return narrowed(s, load_float(x, ((batch * s.q_len + i) * s.heads + head) * s.head_dim + d));
 }
 
 // What the queries have of the keys so far: `running` is read and written where it is given, else results are finished.
@@ -63,8 +19,9 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
     SHARED(float, all);
     if (skipped(flag)) return;
     float *scratch = all, *weights = all + THREADS, *query = weights + TOGETHER;
-    u64 i = blockIdx.x % s.q_len, head = blockIdx.x / s.q_len % s.heads, batch = blockIdx.x / s.q_len / s.heads;
-    u64 kv_head = head / (s.heads / s.kv_heads), position = s.kv_len - s.q_len + i;
+    u32 length = (u32)s.q_len, heads = (u32)s.heads;
+    u64 i = blockIdx.x % length, head = blockIdx.x / length % heads, batch = blockIdx.x / length / heads;
+    u64 kv_head = (u32)head / (heads / (u32)s.kv_heads), position = s.kv_len - s.q_len + i;
     u64 document = documents ? documents[batch * s.q_len + i] : 0;
     u64 row = (batch * s.heads + head) * s.q_len + i, place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
     EACH_OF_BLOCK(d, s.head_dim) query[d] = query_value(s, q, batch, i, head, d);
@@ -86,7 +43,7 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
         if (seen) {
             u64 at = key_place(s, batch, key, kv_head, s.k_columns);
             float product = 0.0f;
-            for (u64 d = 0; d < s.head_dim; d++) product += query[d] * narrowed(s, load(k, at + d));
+            for (u64 d = 0; d < s.head_dim; d++) product += query[d] * narrowed(s, load_cached(k, at + d));
             score = score_of(s, product);
         }
         float higher = block_largest(score, scratch);
@@ -107,7 +64,7 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
             float value = values[part] * less;
             for (u64 t = from; t < to; t++) {
                 if (weights[t] == 0.0f) continue;
-                value += weights[t] * narrowed(s, load(v, key_place(s, batch, tile + t, kv_head, s.v_columns) + d));
+                value += weights[t] * narrowed(s, load_cached(v, key_place(s, batch, tile + t, kv_head, s.v_columns) + d));
             }
             values[part] = value;
         }
@@ -134,7 +91,7 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
         if (key >= low && key < end && sees(s, position, key, document)) {
             u64 at = key_place(s, batch, key, kv_head, s.k_columns);
             float product = 0.0f;
-            for (u64 d = 0; d < s.head_dim; d++) product += query[d] * narrowed(s, load(k, at + d));
+            for (u64 d = 0; d < s.head_dim; d++) product += query[d] * narrowed(s, load_cached(k, at + d));
             weight = expf(score_of(s, product) - most) / total;
         }
         written[key] = weight;
@@ -159,7 +116,7 @@ KERNEL(attention_deltas, const float* flag, View out, View dout, float* delta, S
         u64 i = row % s.q_len, head = row / s.q_len % s.heads, batch = row / s.q_len / s.heads;
         u64 place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
         float sum = 0.0f;
-        for (u64 d = 0; d < s.head_dim; d++) sum += load(out, place + d) * load(dout, place + d);
+        for (u64 d = 0; d < s.head_dim; d++) sum += load_float(out, place + d) * load_float(dout, place + d);
         delta[row] = sum;
     }
 }
@@ -183,8 +140,9 @@ KERNEL(attention_backward_queries, const float* flag, View q, View k, View v, co
     SHARED(float, all);
     if (skipped(flag)) return;
     float *gradients = all, *query = all + TOGETHER, *from_above = query + s.head_dim;
-    u64 i = blockIdx.x % s.q_len, head = blockIdx.x / s.q_len % s.heads, batch = blockIdx.x / s.q_len / s.heads;
-    u64 kv_head = head / (s.heads / s.kv_heads), position = s.kv_len - s.q_len + i;
+    u32 length = (u32)s.q_len, heads = (u32)s.heads;
+    u64 i = blockIdx.x % length, head = blockIdx.x / length % heads, batch = blockIdx.x / length / heads;
+    u64 kv_head = (u32)head / (heads / (u32)s.kv_heads), position = s.kv_len - s.q_len + i;
     u64 document = documents ? documents[batch * s.q_len + i] : 0;
     u64 row = (batch * s.heads + head) * s.q_len + i, place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
     EACH_OF_BLOCK(d, s.head_dim) {
@@ -203,8 +161,8 @@ KERNEL(attention_backward_queries, const float* flag, View q, View k, View v, co
             u64 of_k = key_place(s, batch, key, kv_head, s.k_columns), of_v = key_place(s, batch, key, kv_head, s.v_columns);
             float product = 0.0f, of_values = 0.0f;
             for (u64 d = 0; d < s.head_dim; d++) {
-                product += query[d] * narrowed(s, load(k, of_k + d));
-                of_values += from_above[d] * narrowed(s, load(v, of_v + d));
+                product += query[d] * narrowed(s, load_cached(k, of_k + d));
+                of_values += from_above[d] * narrowed(s, load_cached(v, of_v + d));
             }
             const float* kept = probabilities ? probabilities + row * s.kv_len + key : 0;
             gradient = pair_of(s, product, of_values, lse[row], delta[row], kept).gradient;
@@ -218,14 +176,14 @@ KERNEL(attention_backward_queries, const float* flag, View q, View k, View v, co
             for (u64 t = from; t < to; t++) {
                 if (gradients[t] == 0.0f) continue;
                 u64 at = key_place(s, batch, tile + t, kv_head, s.k_columns) + d;
-                values[part] += gradients[t] * narrowed(s, load(k, at));
+                values[part] += gradients[t] * narrowed(s, load_cached(k, at));
             }
         }
         __syncthreads();
     }
     for (u32 part = 0; part < PARTS; part++) {
         u64 d = threadIdx.x + part * THREADS;
-        if (d < s.head_dim) store(dq, place + d, accumulate ? load(dq, place + d) + values[part] : values[part]);
+        if (d < s.head_dim) store(dq, place + d, accumulate ? load_float(dq, place + d) + values[part] : values[part]);
     }
 }
 
@@ -235,12 +193,13 @@ KERNEL(attention_backward_keys, const float* flag, View q, View k, View v, const
     SHARED(float, all);
     if (skipped(flag)) return;
     float *weights = all, *gradients = all + TOGETHER, *own_key = gradients + TOGETHER, *own_value = own_key + s.head_dim;
-    u64 index = blockIdx.x % s.kv_capacity, kv_head = blockIdx.x / s.kv_capacity % s.kv_heads;
-    u64 batch = blockIdx.x / s.kv_capacity / s.kv_heads, key = s.first + index, group = s.heads / s.kv_heads;
+    u32 capacity = (u32)s.kv_capacity, kv_heads = (u32)s.kv_heads, group = (u32)s.heads / kv_heads;
+    u64 index = blockIdx.x % capacity, kv_head = blockIdx.x / capacity % kv_heads;
+    u64 batch = blockIdx.x / capacity / kv_heads, key = s.first + index;
     u64 before = s.kv_len - s.q_len, place = ((batch * s.kv_capacity + index) * s.kv_heads + kv_head) * s.head_dim;
     EACH_OF_BLOCK(d, s.head_dim) {
-        own_key[d] = narrowed(s, load(k, place + d));
-        own_value[d] = narrowed(s, load(v, place + d));
+        own_key[d] = narrowed(s, load_cached(k, place + d));
+        own_value[d] = narrowed(s, load_cached(v, place + d));
     }
     __syncthreads();
     float of_key[PARTS] = {0.0f, 0.0f}, of_value[PARTS] = {0.0f, 0.0f};
@@ -278,8 +237,8 @@ KERNEL(attention_backward_keys, const float* flag, View q, View k, View v, const
     for (u32 part = 0; part < PARTS; part++) {
         u64 d = threadIdx.x + part * THREADS;
         if (d >= s.head_dim) continue;
-        store(dk, place + d, accumulate ? load(dk, place + d) + of_key[part] : of_key[part]);
-        store(dv, place + d, accumulate ? load(dv, place + d) + of_value[part] : of_value[part]);
+        store(dk, place + d, accumulate ? load_float(dk, place + d) + of_key[part] : of_key[part]);
+        store(dv, place + d, accumulate ? load_float(dv, place + d) + of_value[part] : of_value[part]);
     }
 }
 

@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #ifndef ON_CPU
-#define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(THREADS) name(__VA_ARGS__)
+#define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(THREADS, 1) name(__VA_ARGS__)
 #define APART __noinline__
 #define SHARED(T, name)                                        \
     extern __shared__ __align__(16) unsigned char all_shared[]; \
@@ -211,8 +211,7 @@ __device__ inline float half_e8m0(u8 exponent) {
     return __uint_as_float(((u32)exponent - 1) << 23);
 }
 
-// A call: it is rare where speed counts, and a tenfold of code where it is written out.
-__device__ APART float block_element(const u8* p, u32 type, u64 index) {
+__device__ inline float block_element_inline(const u8* p, u32 type, u64 index) {
     if (type >= Q2K && type <= Q8K) {
         const u32 bytes[] = {84, 110, 144, 176, 210, 292};
         return super_block_element(p + index / 256 * bytes[type - Q2K], type, (u32)(index % 256));
@@ -257,8 +256,11 @@ __device__ APART float block_element(const u8* p, u32 type, u64 index) {
     }
 }
 
-// Element i of a tensor of any type.
-__device__ inline float load(View x, u64 i) {
+// A call: it is rare where speed counts, and a tenfold of code where it is written out.
+__device__ APART float block_element(const u8* p, u32 type, u64 index) { return block_element_inline(p, type, index); }
+
+// Element i of a tensor whose type is no block of codes.
+__device__ inline float plain_element(View x, u64 i) {
     const u8* p = (const u8*)x.at;
     switch (x.type) {
     case F32: return ((const float*)p)[i];
@@ -267,9 +269,34 @@ __device__ inline float load(View x, u64 i) {
     case I8: return (float)((const i8*)p)[i];
     case U8: return (float)p[i];
     case E4M3: return e4m3_value(p[4 + i]) * f32_at(p);
-    case E5M2: return e5m2_value(p[4 + i]) * f32_at(p);
-    default: return block_element(p, x.type, i);
+    default: return e5m2_value(p[4 + i]) * f32_at(p);
     }
+}
+
+// Element i of a tensor of any type.
+__device__ inline float load(View x, u64 i) {
+    return x.type < Q8_0 ? plain_element(x, i) : block_element((const u8*)x.at, x.type, i);
+}
+
+// The same without a call, for kernels that would have to save much around one.
+__device__ inline float load_inline(View x, u64 i) {
+    return x.type < Q8_0 ? plain_element(x, i) : block_element_inline((const u8*)x.at, x.type, i);
+}
+
+// Element i of f32, bf16 or f16.
+__device__ inline float load_float(View x, u64 i) {
+    return x.type == F32 ? ((const float*)x.at)[i] : x.type == BF16 ? bf16_value(((const u16*)x.at)[i])
+                                                                    : f16_value(((const u16*)x.at)[i]);
+}
+
+// Element i of a type that a cache of keys and values has.
+__device__ inline float load_cached(View x, u64 i) {
+    if (x.type < Q8_0) return load_float(x, i);
+    const u8* p = (const u8*)x.at + i / 32 * (x.type == Q8_0 ? 34 : x.type == Q4_0 ? 18 : 20);
+    u32 at = (u32)(i % 32);
+    if (x.type == Q8_0) return f16_at(p) * (float)(i8)p[2 + at];
+    if (x.type == Q4_0) return f16_at(p) * ((float)nibble(p + 2, at, 16) - 8.0f);
+    return f16_at(p) * (float)nibble(p + 4, at, 16) + f16_at(p + 2);
 }
 
 // Writes element i of a float tensor, to nearest.
@@ -287,6 +314,23 @@ __device__ inline void store(View out, u64 i, float x, Rounding rounding) {
     u32 random = random_word(rounding.seed, rounding.first + i) >> 16;
     ((u16*)out.at)[i] =
         out.type == BF16 ? bf16_cut(x, __float_as_uint(x) + random) : to_f16_stochastically(x, random);
+}
+
+// ---- over the threads of a warp, of which each has something ----
+
+#define WARP 32
+
+#ifndef ON_CPU
+__device__ inline float of_neighbour(float x, u32 mask) {
+    float other;
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=f"(other) : "f"(x), "r"(mask));
+    return other;
+}
+#endif
+
+__device__ inline float warp_sum(float x) {
+    for (u32 mask = WARP / 2; mask > 0; mask /= 2) x += of_neighbour(x, mask);
+    return x;
 }
 
 // ---- over the threads of a block; `scratch` has room for one number a thread ----

@@ -54,18 +54,18 @@ KERNEL(norm_backward, const float* flag, View x, View weight, float offset, cons
     EACH_ROW(row, rows) {
         float middle = mean ? mean[row] : 0.0f, factor = rstd[row], sum = 0.0f, along = 0.0f;
         EACH_OF_BLOCK(i, columns) {
-            float g = load(dout, row * columns + i) * (offset + load(weight, i));
+            float g = load_float(dout, row * columns + i) * (offset + load_float(weight, i));
             sum += g;
-            along += g * ((load(x, row * columns + i) - middle) * factor);
+            along += g * ((load_float(x, row * columns + i) - middle) * factor);
         }
         sum = block_sum(sum, scratch);
         along = block_sum(along, scratch) / (float)columns;
         float shift = mean ? sum / (float)columns : 0.0f;
         EACH_OF_BLOCK(i, columns) {
             u64 at = row * columns + i;
-            float g = load(dout, at) * (offset + load(weight, i));
-            float unit = (load(x, at) - middle) * factor;
-            store(dx, at, load(dx, at) + factor * (g - shift - unit * along));
+            float g = load_float(dout, at) * (offset + load_float(weight, i));
+            float unit = (load_float(x, at) - middle) * factor;
+            store(dx, at, load_float(dx, at) + factor * (g - shift - unit * along));
         }
     }
 }
@@ -141,9 +141,9 @@ KERNEL(embedding_backward, const float* flag, const u32* tokens, View dout, View
         if (seen || token < first_row || token - first_row >= table_rows) continue;
         EACH_OF_BLOCK(i, columns) {
             u64 at = (token - first_row) * columns + i;
-            float sum = load(dtable, at);
+            float sum = load_float(dtable, at);
             for (u64 other = place; other < rows; other++)
-                if (tokens[other] == token) sum += load(dout, other * columns + i);
+                if (tokens[other] == token) sum += load_float(dout, other * columns + i);
             store(dtable, at, sum, rounding);
         }
     }

@@ -46,7 +46,8 @@ impl Shape {
             v_columns: columns(v),
             first: 0,
             window: s.window.unwrap_or(u64::MAX),
-            block: s.block_sparse.map_or(0, |sparse| sparse.block),
+            // Kernels divide positions as 32-bit numbers.
+            block: s.block_sparse.map_or(0, |sparse| sparse.block.min(u64::from(u32::MAX))),
             local_blocks: s.block_sparse.map_or(0, |sparse| sparse.local_blocks),
             global_blocks: s.block_sparse.map_or(0, |sparse| sparse.global_blocks),
             scale: s.scale,

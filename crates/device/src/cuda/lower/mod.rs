@@ -23,7 +23,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 99] = [
+pub(super) const KERNELS: [&str; 100] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -97,6 +97,7 @@ pub(super) const KERNELS: [&str; 99] = [
     "partial_squares",
     "place_experts",
     "product",
+    "product_few",
     "quantize_fp8",
     "quantize_int8",
     "random_normal",
@@ -123,6 +124,17 @@ pub(super) const KERNELS: [&str; 99] = [
     "z_loss",
     "zero_factors",
     "zero_factors_backward",
+];
+
+/// The kernels for tensor cores.
+pub(super) const KERNELS_80: [&str; 7] = [
+    "product_bf16",
+    "product_bf16_few",
+    "product_bf16_input",
+    "product_bf16_weight",
+    "product_f16",
+    "product_f16_input",
+    "product_f16_weight",
 ];
 
 /// Bytes of workspace that kernels have beside the arena: for partial sums. More is needed for vectors of over a million.
@@ -205,17 +217,22 @@ fn sum_rows(emit: &mut Emit<'_>, what: Summed<'_>, out: &Tensor, accumulate: boo
 
 #[cfg(test)]
 mod tests {
-    use super::super::SOURCES;
+    use super::super::{SOURCES, SOURCES_80};
     use super::*;
+
+    fn written(sources: &[(&str, &'static str)]) -> Vec<&'static str> {
+        let lines = sources.iter().flat_map(|(_, source)| source.lines());
+        // A macro with the parameters of a family is told apart from what it is defined as.
+        let named =
+            lines.filter_map(|line| line.strip_prefix("KERNEL(").or(line.strip_prefix("PRODUCT_80(")));
+        let mut names: Vec<&str> = named.filter_map(|rest| rest.split(',').next()).collect();
+        names.sort_unstable();
+        names
+    }
 
     #[test]
     fn every_kernel_of_the_sources_is_known_and_no_other() {
-        let mut written: Vec<&str> = SOURCES
-            .iter()
-            .flat_map(|(_, source)| source.lines())
-            .filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next())
-            .collect();
-        written.sort_unstable();
-        assert_eq!(written, KERNELS);
+        assert_eq!(written(&SOURCES), KERNELS);
+        assert_eq!(written(&SOURCES_80), KERNELS_80);
     }
 }

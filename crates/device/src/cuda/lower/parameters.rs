@@ -2,7 +2,7 @@
 
 use bytemuck::Pod;
 
-use super::super::CudaError;
+use super::super::{CudaError, TENSOR_CORES};
 use super::WORKSPACE_BYTES;
 use crate::{DType, Tensor};
 
@@ -26,6 +26,9 @@ pub(in crate::cuda) struct Places {
     pub fault: u64,
     /// What is left there with the place.
     pub key: u64,
+    /// The card's compute capability, in tenths, which chooses among kernels. What an operation needs and what is refused does
+    /// not depend on it: a plan is the same for all cards.
+    pub capability: u32,
 }
 
 /// What a kernel checks: that numbers are below a limit.
@@ -140,6 +143,11 @@ impl<'e> Emit<'e> {
     /// The operation, which cannot be, or not in this shape.
     pub fn not_yet(&self, reason: Option<&'static str>) -> CudaError {
         CudaError::NotYet { op: self.op, reason }
+    }
+
+    /// Whether there are the kernels for tensor cores.
+    pub fn has_tensor_cores(&self) -> bool {
+        self.places.capability >= TENSOR_CORES
     }
 
     /// A kernel; the flag is every kernel's first parameter.

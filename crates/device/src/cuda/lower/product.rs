@@ -1,41 +1,60 @@
 //! Matrix products, and sums over rows.
 
 use super::parameters::{Emit, Rounding, View, plain};
-use super::{Summed, sum_rows};
+use super::{Launch, Summed, sum_rows};
 use crate::cuda::CudaError;
-use crate::{Compute, Product, Tensor};
+use crate::{Compute, DType, Product, Tensor};
 
-/// Rows and columns of what a block makes: `TILE` of the kernel.
-const TILE: u64 = 64;
-/// Bytes of the tiles of both operands: `DEPTH` columns of `TILE` numbers, and one more against conflicts.
-const SHARED_BYTES: u64 = 2 * 16 * (TILE + 1) * 4;
+/// Rows and columns of what a block makes: `TILE` of the kernels.
+const TILE: u64 = 128;
+/// Bytes of the tiles of both operands on ordinary units: `DEPTH` lines of `PITCH` numbers.
+const SHARED_BYTES: u64 = 2 * 16 * (TILE + 4) * 4;
+/// The same for tensor cores: `STAGES` times `STEP` numbers of 16 bits for each row and column.
+const SHARED_BYTES_80: u64 = 3 * 2 * 32 * TILE * 2;
+/// Rows of which a product has a kernel of its own, at most: `FEW` of the kernels.
+const FEW: u64 = 16;
+/// Columns that a block of that kernel has, and bytes of what its warps add up.
+const FEW_COLUMNS: u64 = 8;
+const FEW_SHARED_BYTES: u64 = 8 * FEW * FEW_COLUMNS * 4;
 
 plain! {
     /// A matrix: element (row, column) is number row * row_stride + column * column_stride of a tensor.
     Matrix { values: View, row_stride: u64, column_stride: u64 }
 }
 
+/// The tensors of a product, the first two as matrices.
+struct Operands<'a> {
+    a: (&'a Tensor, Matrix),
+    b: (&'a Tensor, Matrix),
+    out: &'a Tensor,
+    bias: Option<&'a Tensor>,
+}
+
 pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let nearest = crate::Rounding::Nearest;
-    let whole = |emit: &Emit<'_>, t: &Tensor| Matrix {
+    let columns = |t: &Tensor| t.columns();
+    let matrix = |emit: &Emit<'_>, t, row_stride, column_stride| Matrix {
         values: emit.view(t),
-        row_stride: t.columns(),
-        column_stride: 1,
+        row_stride,
+        column_stride,
     };
-    let transposed = |emit: &Emit<'_>, t: &Tensor| Matrix {
-        values: emit.view(t),
-        row_stride: 1,
-        column_stride: t.columns(),
-    };
-    let (a, b, c, bias, accumulate, compute, rounding) = match op {
+    let whole = |emit: &Emit<'_>, t| matrix(emit, t, columns(t), 1);
+    let transposed = |emit: &Emit<'_>, t| matrix(emit, t, 1, columns(t));
+    // With what the kernel of the form for tensor cores is called, in bf16 and in f16.
+    let (names, operands, accumulate, compute, rounding) = match op {
         Product::Linear { x, weight, bias, out, accumulate, compute } => {
-            (whole(emit, x), transposed(emit, weight), out, bias, accumulate, compute, nearest)
+            let (a, b) = ((x, whole(emit, x)), (weight, transposed(emit, weight)));
+            (["product_bf16", "product_f16"], Operands { a, b, out, bias }, accumulate, compute, nearest)
         }
         Product::LinearBackwardInput { dout, weight, dx, accumulate, compute } => {
-            (whole(emit, dout), whole(emit, weight), dx, None, accumulate, compute, nearest)
+            let (a, b) = ((dout, whole(emit, dout)), (weight, whole(emit, weight)));
+            let operands = Operands { a, b, out: dx, bias: None };
+            (["product_bf16_input", "product_f16_input"], operands, accumulate, compute, nearest)
         }
         Product::LinearBackwardWeight { dout, x, dweight, accumulate, rounding, compute } => {
-            (transposed(emit, dout), whole(emit, x), dweight, None, accumulate, compute, rounding)
+            let (a, b) = ((dout, transposed(emit, dout)), (x, whole(emit, x)));
+            let operands = Operands { a, b, out: dweight, bias: None };
+            (["product_bf16_weight", "product_f16_weight"], operands, accumulate, compute, rounding)
         }
         Product::BiasBackward { dout, dbias, accumulate } => {
             return sum_rows(emit, Summed::Values(dout), dbias, accumulate);
@@ -45,10 +64,24 @@ pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
     if rows == 0 || columns == 0 {
         return Ok(());
     }
-    let blocks = emit.blocks(rows.div_ceil(TILE).saturating_mul(columns.div_ceil(TILE)))?;
-    let kernel = emit.kernel("product", [blocks, 1]).shared(SHARED_BYTES).with(a).with(b).with(emit.view(c));
-    let kernel = kernel.with(bias.map_or(View::NONE, |bias| emit.view(bias)));
-    let kernel = kernel.with(rows).with(inner).with(columns).with(u32::from(compute == Compute::Bf16));
+    let Operands { a: (x, a), b: (weight, b), out, bias } = operands;
+    // Products of two numbers of f16 are exact in f32: tensor cores make them of operands as they are.
+    let f16 = compute == Compute::F32 && [x, weight].iter().all(|t| t.dtype() == DType::F16);
+    let bf16 = compute == Compute::Bf16;
+    let tiles = rows.div_ceil(TILE).saturating_mul(columns.div_ceil(TILE));
+    let few = matches!(op, Product::Linear { .. }) && rows <= FEW;
+    let tensor_cores = emit.has_tensor_cores() && (bf16 || f16 && !few);
+    let (name, count, shared) = match (few, tensor_cores) {
+        (true, true) => ("product_bf16_few", columns.div_ceil(FEW_COLUMNS), FEW_SHARED_BYTES),
+        (true, false) => ("product_few", columns.div_ceil(FEW_COLUMNS), 0),
+        (false, true) => (names[usize::from(f16)], tiles, SHARED_BYTES_80),
+        (false, false) => ("product", tiles, SHARED_BYTES),
+    };
+    let kernel = emit.kernel(name, [emit.blocks(count)?, 1]).shared(shared);
+    let kernel = if few { kernel.with(a.values).with(b.values) } else { kernel.with(a).with(b) };
+    let kernel = kernel.with(emit.view(out)).with(bias.map_or(View::NONE, |bias| emit.view(bias)));
+    let kernel = [rows, inner, columns].into_iter().fold(kernel, Launch::with);
+    let kernel = if tensor_cores { kernel } else { kernel.with(u32::from(bf16)) };
     // What was there is rounded to nearest when nothing is added to it.
     let rounding = if accumulate { rounding } else { nearest };
     emit.launch(kernel.with(u32::from(accumulate)).with(Rounding::from(rounding)))
