@@ -66,6 +66,28 @@ pub fn check(
     check_on_all(label, operands, op, expected, &[], &ORDERS);
 }
 
+/// The same of a product: GPUs without the tensor cores that there are kernels for have others.
+pub fn check_product(
+    label: &str,
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+    expected: &[Expected],
+) {
+    check(label, operands, &op, expected);
+    if let Some(gpu) = gpu() {
+        check_on_gpu(
+            &format!("{label}, older GPU"),
+            &gpu,
+            &gpu.older,
+            operands,
+            &op,
+            expected,
+            &[],
+            &ORDERS[..2],
+        );
+    }
+}
+
 /// The same of what takes long through the kernels of GPUs: one case of four runs there, and all small ones. Some operands are
 /// workspace: what is expected there is the CPU's alone.
 pub fn check_costly(
@@ -115,15 +137,29 @@ fn check_on_all(
     orders: &[u64],
 ) {
     check_on_isas(label, operands, &op, expected);
-    let Some(gpu) = gpu() else { return };
+    if let Some(gpu) = gpu() {
+        check_on_gpu(&format!("{label}, GPU"), &gpu, &gpu.cuda, operands, &op, expected, workspace, orders);
+    }
+}
+
+fn check_on_gpu(
+    label: &str,
+    gpu: &Gpu,
+    cuda: &Cuda,
+    operands: &[Operand],
+    op: RunOp<'_>,
+    expected: &[Expected],
+    workspace: &[usize],
+    orders: &[u64],
+) {
     let mut first = None;
     for order in orders {
         gpu.order(*order);
-        let got = run_on(&gpu.cuda, operands, &op).unwrap_or_else(|error| panic!("{label}, GPU: {error}"));
+        let got = run_on(cuda, operands, op).unwrap_or_else(|error| panic!("{label}: {error}"));
         gpu.order(0);
-        check_results(&format!("{label}, GPU"), operands, &got, expected, workspace);
+        check_results(label, operands, &got, expected, workspace);
         let first = first.get_or_insert_with(|| got.clone());
-        assert!(*first == got, "{label}, GPU: threads in another order give other bits");
+        assert!(*first == got, "{label}: threads in another order give other bits");
     }
 }
 
@@ -227,7 +263,10 @@ fn run_on(device: &dyn Device, operands: &[Operand], op: RunOp<'_>) -> Result<Ve
 
 /// The kernels of GPUs, on a driver without one.
 struct Gpu {
+    /// With tensor cores.
     cuda: Cuda,
+    /// Of compute capability 7.5.
+    older: Cuda,
     set_order: extern "C" fn(u64),
     /// Open as long as its function is called.
     _library: Library,
@@ -253,11 +292,20 @@ fn gpu() -> Option<Rc<Gpu>> {
     let path = mock::library()?;
     GPU.with_borrow_mut(|gpu| {
         let made = gpu.get_or_insert_with(|| {
-            let card = OpenCard::new(&Driver::open(path).unwrap(), 0).unwrap();
             let library = Library::open(path).unwrap();
-            // SAFETY: that is the function's type in `driver.cpp`.
-            let set_order = unsafe { library.function(c"mock_order") }.unwrap();
-            Rc::new(Gpu { cuda: Cuda::new(&card, 16 << 20).unwrap(), set_order, _library: library })
+            type Set = extern "C" fn(u64, u64, u64, u64);
+            // SAFETY: these are the functions' types in `driver.cpp`.
+            let (set_order, set_machine) = unsafe {
+                let set_machine: Set = library.function(c"mock_machine").unwrap();
+                (library.function(c"mock_order").unwrap(), set_machine)
+            };
+            let open = |capability| {
+                set_machine(1, capability, 12_040, 8 << 30);
+                let card = OpenCard::new(&Driver::open(path).unwrap(), 0).unwrap();
+                Cuda::new(&card, 16 << 20).unwrap()
+            };
+            let (older, cuda) = (open(75), open(90));
+            Rc::new(Gpu { cuda, older, set_order, _library: library })
         });
         Some(Rc::clone(made))
     })
