@@ -66,6 +66,21 @@ pub fn check(
     check_on_all(label, operands, op, expected, &[], &ORDERS);
 }
 
+/// The same of a product: GPUs without the tensor cores that there are kernels for have others.
+pub fn check_product(
+    label: &str,
+    operands: &[Operand],
+    op: impl Fn(&dyn Device, &[Tensor]) -> Result<(), DeviceError>,
+    expected: &[Expected],
+) {
+    check(label, operands, &op, expected);
+    let Some(gpu) = gpu() else { return };
+    if let Some(mock) = &gpu.mock {
+        let label = format!("{label}, older GPU");
+        check_on_gpu(&label, &gpu, &mock.older, operands, &op, expected, &[], &ORDERS[..2]);
+    }
+}
+
 /// The same of what takes long through the kernels of GPUs: one case of four runs there, and all small ones. Some operands are
 /// workspace: what is expected there is the CPU's alone.
 pub fn check_costly(
@@ -91,15 +106,29 @@ fn check_on_all(
     orders: &[u64],
 ) {
     check_on_isas(label, operands, &op, expected);
-    let Some(gpu) = gpu() else { return };
+    if let Some(gpu) = gpu() {
+        check_on_gpu(&format!("{label}, GPU"), &gpu, &gpu.cuda, operands, &op, expected, workspace, orders);
+    }
+}
+
+fn check_on_gpu(
+    label: &str,
+    gpu: &Gpu,
+    cuda: &Cuda,
+    operands: &[Operand],
+    op: RunOp<'_>,
+    expected: &[Expected],
+    workspace: &[usize],
+    orders: &[u64],
+) {
     let mut first = None;
     for order in orders {
         gpu.order(*order);
-        let got = run_on(&gpu.cuda, operands, &op).unwrap_or_else(|error| panic!("{label}, GPU: {error}"));
+        let got = run_on(cuda, operands, op).unwrap_or_else(|error| panic!("{label}: {error}"));
         gpu.order(0);
-        check_results(&format!("{label}, GPU"), operands, &got, expected, workspace);
+        check_results(label, operands, &got, expected, workspace);
         let first = first.get_or_insert_with(|| got.clone());
-        assert!(*first == got, "{label}, GPU: threads in another order give other bits");
+        assert!(*first == got, "{label}: threads in another order give other bits");
     }
 }
 
@@ -194,11 +223,14 @@ fn run_on(device: &dyn Device, operands: &[Operand], op: RunOp<'_>) -> Result<Ve
 
 /// A card, or one that is none with a way to say in which order its threads take turns.
 struct Gpu {
+    /// With tensor cores.
     cuda: Cuda,
     mock: Option<Mock>,
 }
 
 struct Mock {
+    /// Without tensor cores that there are kernels for.
+    older: Cuda,
     set_order: extern "C" fn(u64),
     /// Open as long as its function is called.
     _library: Library,
@@ -226,15 +258,24 @@ fn gpu() -> Option<Rc<Gpu>> {
     let path = if cfg!(feature = "card") { None } else { Some(mock::library()?) };
     GPU.with_borrow_mut(|gpu| {
         let made = gpu.get_or_insert_with(|| {
-            let driver = path.map_or_else(Driver::load, Driver::open).unwrap();
-            let card = OpenCard::new(&driver, 0).unwrap();
-            let mock = path.map(|path| {
-                let library = Library::open(path).unwrap();
-                // SAFETY: that is the function's type in `driver.cpp`.
-                let set_order = unsafe { library.function(c"mock_order") }.unwrap();
-                Mock { set_order, _library: library }
-            });
-            Rc::new(Gpu { cuda: Cuda::new(&card, 16 << 20).unwrap(), mock })
+            let Some(path) = path else {
+                let card = OpenCard::new(&Driver::load().unwrap(), 0).unwrap();
+                return Rc::new(Gpu { cuda: Cuda::new(&card, 16 << 20).unwrap(), mock: None });
+            };
+            let library = Library::open(path).unwrap();
+            type Set = extern "C" fn(u64, u64, u64, u64);
+            // SAFETY: these are the functions' types in `driver.cpp`.
+            let (set_order, set_machine) = unsafe {
+                let set_machine: Set = library.function(c"mock_machine").unwrap();
+                (library.function(c"mock_order").unwrap(), set_machine)
+            };
+            let open = |capability| {
+                set_machine(1, capability, 12_040, 8 << 30);
+                let card = OpenCard::new(&Driver::open(path).unwrap(), 0).unwrap();
+                Cuda::new(&card, 16 << 20).unwrap()
+            };
+            let (older, cuda) = (open(75), open(90));
+            Rc::new(Gpu { cuda, mock: Some(Mock { older, set_order, _library: library }) })
         });
         Some(Rc::clone(made))
     })

@@ -2,7 +2,7 @@
 
 use plimsoll_device::{Compute, DType, DeviceExt, Product, Rounding};
 
-use crate::harness::{Expected, Operand, check, noise, storages};
+use crate::harness::{Expected, Operand, check_product as check, noise, storages};
 
 /// Tokens, inputs, outputs.
 const SHAPES: [[usize; 3]; 3] = [[1, 1, 1], [5, 7, 3], [33, 40, 50]];

@@ -19,6 +19,7 @@ mod norms;
 mod optimizer;
 mod pieced_attention;
 mod pieces;
+mod products;
 mod reference;
 mod sinks;
 mod step_numbers;
