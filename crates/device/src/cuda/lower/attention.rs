@@ -6,6 +6,9 @@ use crate::{Attention, AttentionShape, Compute, KeyPiece, PiecedAttention, Runni
 
 /// Queries or keys that a block takes together: `TOGETHER` of the kernels.
 const TOGETHER: u64 = 256;
+/// Queries that a block has on tensor cores: `QUERIES` of the kernels. For few of them it would mostly multiply zeros.
+const QUERIES: u64 = 128;
+const FEW_QUERIES: u64 = 16;
 
 plain! {
     /// `Shape` of the kernels.
@@ -164,6 +167,16 @@ pub(super) fn sink(op: Sink<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     }
 }
 
+/// The kernel by tiles, and the numbers of a head that it has room for: where products are in bf16, of more than a few queries.
+fn on_tensor_cores(emit: &Emit<'_>, shape: &Shape) -> Option<(&'static str, u64)> {
+    let takes = emit.has_tensor_cores() && shape.narrow != 0 && shape.q_len >= FEW_QUERIES;
+    match shape.head_dim {
+        1..=64 if takes => Some(("attention_bf16_64", 64)),
+        65..=128 if takes => Some(("attention_bf16_128", 128)),
+        _ => None,
+    }
+}
+
 fn forward(
     emit: &mut Emit<'_>,
     Inputs { q, k, v, documents }: Inputs<'_>,
@@ -173,6 +186,15 @@ fn forward(
 ) -> Result<(), CudaError> {
     if shape.queries() == 0 || shape.kv_capacity == 0 {
         return Ok(());
+    }
+    if let (Some(out), None, None) = (out, probabilities, running)
+        && let Some((name, depth)) = on_tensor_cores(emit, &shape)
+    {
+        let blocks = emit.blocks(shape.batch * shape.heads * shape.q_len.div_ceil(QUERIES))?;
+        let kernel = emit.kernel(name, [blocks, 1]).shared(QUERIES * depth * 2);
+        let kernel =
+            kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
+        return emit.launch(kernel.with(emit.view(out)).with(emit.address(lse)).with(shape));
     }
     let blocks = emit.blocks(shape.queries())?;
     let kernel = emit.kernel("attention", [blocks, 1]).shared(4 * (2 * TOGETHER + shape.head_dim));

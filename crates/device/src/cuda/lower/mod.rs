@@ -127,7 +127,9 @@ pub(super) const KERNELS: [&str; 100] = [
 ];
 
 /// The kernels for tensor cores.
-pub(super) const KERNELS_80: [&str; 7] = [
+pub(super) const KERNELS_80: [&str; 9] = [
+    "attention_bf16_128",
+    "attention_bf16_64",
     "product_bf16",
     "product_bf16_few",
     "product_bf16_input",
