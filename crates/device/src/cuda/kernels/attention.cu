@@ -121,19 +121,6 @@ KERNEL(attention_deltas, const float* flag, View out, View dout, float* delta, S
     }
 }
 
-// The probability of a key and the gradient of its score before it was capped and scaled.
-struct Pair {
-    float probability, gradient;
-};
-
-__device__ inline Pair pair_of(const Shape& s, float product, float of_values, float lse, float delta, const float* kept) {
-    float score = score_of(s, product);
-    float probability = kept ? *kept : expf(score - lse);
-    float slope = s.soft_cap > 0.0f ? 1.0f - (score / s.soft_cap) * (score / s.soft_cap) : 1.0f;
-    Pair pair = {probability, probability * (of_values - delta) * slope * s.scale};
-    return pair;
-}
-
 // dq (+)= the gradient of one query.
 KERNEL(attention_backward_queries, const float* flag, View q, View k, View v, const u32* documents, const float* lse,
        const float* delta, const float* probabilities, View dout, View dq, u32 accumulate, Shape s) {

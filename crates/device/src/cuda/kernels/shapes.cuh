@@ -159,3 +159,16 @@ __device__ inline float score_of(const Shape& s, float product) {
     float x = product * s.scale;
     return s.soft_cap > 0.0f ? s.soft_cap * tanhf(x / s.soft_cap) : x;
 }
+
+// The probability of a key and the gradient of its score before it was capped and scaled.
+struct Pair {
+    float probability, gradient;
+};
+
+__device__ inline Pair pair_of(const Shape& s, float product, float of_values, float lse, float delta, const float* kept) {
+    float score = score_of(s, product);
+    float probability = kept ? *kept : expf(score - lse);
+    float slope = s.soft_cap > 0.0f ? 1.0f - (score / s.soft_cap) * (score / s.soft_cap) : 1.0f;
+    Pair pair = {probability, probability * (of_values - delta) * slope * s.scale};
+    return pair;
+}

@@ -9,6 +9,9 @@ const TOGETHER: u64 = 256;
 /// Queries that a block has on tensor cores: `QUERIES` of the kernels. For few of them it would mostly multiply zeros.
 const QUERIES: u64 = 128;
 const FEW_QUERIES: u64 = 16;
+/// Keys that a block has, and those that are taken together.
+const OWN_KEYS: u64 = 64;
+const KEYS: u64 = 32;
 
 plain! {
     /// `Shape` of the kernels.
@@ -167,12 +170,17 @@ pub(super) fn sink(op: Sink<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     }
 }
 
-/// The kernel by tiles, and the numbers of a head that it has room for: where products are in bf16, of more than a few queries.
-fn on_tensor_cores(emit: &Emit<'_>, shape: &Shape) -> Option<(&'static str, u64)> {
+/// Forward, gradients of queries, gradients of keys.
+type ByTiles = [&'static str; 3];
+const OF_64: ByTiles = ["attention_bf16_64", "attention_bf16_queries_64", "attention_bf16_keys_64"];
+const OF_128: ByTiles = ["attention_bf16_128", "attention_bf16_queries_128", "attention_bf16_keys_128"];
+
+/// The kernels by tiles, and the numbers of a head that they have room for: where products are in bf16, of more than a few queries.
+fn on_tensor_cores(emit: &Emit<'_>, shape: &Shape) -> Option<(ByTiles, u64)> {
     let takes = emit.has_tensor_cores() && shape.narrow != 0 && shape.q_len >= FEW_QUERIES;
     match shape.head_dim {
-        1..=64 if takes => Some(("attention_bf16_64", 64)),
-        65..=128 if takes => Some(("attention_bf16_128", 128)),
+        1..=64 if takes => Some((OF_64, 64)),
+        65..=128 if takes => Some((OF_128, 128)),
         _ => None,
     }
 }
@@ -188,7 +196,7 @@ fn forward(
         return Ok(());
     }
     if let (Some(out), None, None) = (out, probabilities, running)
-        && let Some((name, depth)) = on_tensor_cores(emit, &shape)
+        && let Some(([name, ..], depth)) = on_tensor_cores(emit, &shape)
     {
         let blocks = emit.blocks(shape.batch * shape.heads * shape.q_len.div_ceil(QUERIES))?;
         let kernel = emit.kernel(name, [blocks, 1]).shared(QUERIES * depth * 2);
@@ -214,13 +222,27 @@ fn deltas(emit: &mut Emit<'_>, [out, dout, delta]: [&Tensor; 3], shape: Shape) -
 
 fn backward(
     emit: &mut Emit<'_>,
-    Inputs { q, k, v, documents }: Inputs<'_>,
+    inputs: Inputs<'_>,
     [lse, delta, dout]: [&Tensor; 3],
     probabilities: Option<&Tensor>,
     [dq, dk, dv]: [&Tensor; 3],
     accumulate: bool,
     shape: Shape,
 ) -> Result<(), CudaError> {
+    if probabilities.is_none()
+        && let Some((names, depth)) = on_tensor_cores(emit, &shape)
+    {
+        return backward_on_tensor_cores(
+            emit,
+            (names, depth),
+            inputs,
+            [lse, delta, dout],
+            [dq, dk, dv],
+            accumulate,
+            shape,
+        );
+    }
+    let Inputs { q, k, v, documents } = inputs;
     let shared = 4 * (2 * TOGETHER + 2 * shape.head_dim);
     for (name, count, gradients) in [
         ("attention_backward_queries", shape.queries(), &[dq][..]),
@@ -233,6 +255,34 @@ fn backward(
         let kernel = emit.kernel(name, [blocks, 1]).shared(shared).with(emit.view(q)).with(emit.view(k));
         let kernel = kernel.with(emit.view(v)).with(emit.address(documents)).with(emit.address(lse));
         let kernel = kernel.with(emit.address(delta)).with(emit.address(probabilities)).with(emit.view(dout));
+        let kernel = gradients.iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
+        emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
+    }
+    Ok(())
+}
+
+fn backward_on_tensor_cores(
+    emit: &mut Emit<'_>,
+    ([_, of_queries, of_keys], depth): (ByTiles, u64),
+    Inputs { q, k, v, documents }: Inputs<'_>,
+    [lse, delta, dout]: [&Tensor; 3],
+    [dq, dk, dv]: [&Tensor; 3],
+    accumulate: bool,
+    shape: Shape,
+) -> Result<(), CudaError> {
+    let of_batch = shape.batch * shape.kv_capacity.div_ceil(OWN_KEYS);
+    for (name, blocks, lines, gradients) in [
+        (of_queries, shape.batch * shape.heads * shape.q_len.div_ceil(QUERIES), QUERIES, &[dq][..]),
+        (of_keys, of_batch * shape.kv_heads, 2 * (OWN_KEYS + KEYS), &[dk, dv]),
+    ] {
+        if blocks == 0 || shape.kv_capacity == 0 {
+            continue;
+        }
+        let blocks = emit.blocks(blocks)?;
+        let kernel = emit.kernel(name, [blocks, 1]).shared(lines * depth * 2);
+        let kernel =
+            kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
+        let kernel = kernel.with(emit.address(lse)).with(emit.address(delta)).with(emit.view(dout));
         let kernel = gradients.iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
         emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
     }

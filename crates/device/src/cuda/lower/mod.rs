@@ -127,9 +127,13 @@ pub(super) const KERNELS: [&str; 100] = [
 ];
 
 /// The kernels for tensor cores.
-pub(super) const KERNELS_80: [&str; 9] = [
+pub(super) const KERNELS_80: [&str; 13] = [
     "attention_bf16_128",
     "attention_bf16_64",
+    "attention_bf16_keys_128",
+    "attention_bf16_keys_64",
+    "attention_bf16_queries_128",
+    "attention_bf16_queries_64",
     "product_bf16",
     "product_bf16_few",
     "product_bf16_input",
