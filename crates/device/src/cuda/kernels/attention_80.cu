@@ -142,11 +142,17 @@ __device__ inline Block block_of(const Shape& s, const u32* documents, u64* lows
 
 template <u32 HEAD>
 __device__ inline void attention_of_tiles(u16* tiles, View q, View k, View v, const u32* documents, View out, float* lse,
-                                          const Shape& s) {
+                                          float* sums, float* mosts, float* totals, const Shape& s) {
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     Block own = block_of(s, documents, (u64*)tiles);
     u32 length = (u32)s.q_len, head = own.head, batch = own.batch, first = own.first;
-    u64 kv_head = own.kv_head, before = s.kv_len - s.q_len, start = own.low / KEYS * KEYS, end = own.end;
+    u64 kv_head = own.kv_head, before = s.kv_len - s.q_len, low = own.low, end = own.end;
+    if (sums) {
+        // The keys are a piece of all.
+        low = low > s.first ? low : s.first;
+        end = end < s.first + s.kv_capacity ? end : s.first + s.kv_capacity;
+    }
+    u64 start = low / KEYS * KEYS;
     u32 q_width = copy_width(q.at, s.head_dim), k_width = copy_width(k.at, s.k_columns), v_width = copy_width(v.at, s.v_columns);
     u32 queries[HEAD / 16][4];
     fill_lines<HEAD, false>(tiles, q, q_width, QUERIES, s.head_dim, Queries{batch, head, first, s.q_len, s.heads, s.head_dim});
@@ -169,7 +175,23 @@ __device__ inline void attention_of_tiles(u16* tiles, View q, View k, View v, co
     for (u32 j = 0; j < HEAD / 8; j++)
 #pragma unroll
         for (u32 n = 0; n < 4; n++) values[j][n] = 0.0f;
-
+    if (sums) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u64 i = first + warp * 16 + lane / 4 + half * 8, row = ((u64)batch * s.heads + head) * s.q_len + i;
+            if (i >= length) continue;
+            most[half] = mosts[row];
+            total[half] = totals[row];
+#pragma unroll
+            for (u32 j = 0; j < HEAD / 8; j++)
+#pragma unroll
+                for (u32 n = 0; n < 2; n++) {
+                    u32 d = j * 8 + lane % 4 * 2 + n;
+                    u64 place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
+                    if (d < s.head_dim) values[j][half * 2 + n] = sums[place + d];
+                }
+        }
+    }
     u32 count = end > start ? (u32)((end - start + KEYS - 1) / KEYS) : 0;
     for (u32 filled = 0; filled <= count; filled++) {
         if (filled < count) {
@@ -204,7 +226,7 @@ __device__ inline void attention_of_tiles(u16* tiles, View q, View k, View v, co
 #pragma unroll
             for (u32 n = 0; n < 4; n++) {
                 u64 key = tile_first + j * 8 + lane % 4 * 2 + n % 2;
-                bool seen = key < end && sees(s, position[n / 2], key, document[n / 2]);
+                bool seen = key >= low && key < end && sees(s, position[n / 2], key, document[n / 2]);
                 float score = seen ? score_of(s, scores[j][n]) : -INFINITE;
                 scores[j][n] = score;
                 higher[n / 2] = score > higher[n / 2] ? score : higher[n / 2];
@@ -231,7 +253,7 @@ __device__ inline void attention_of_tiles(u16* tiles, View q, View k, View v, co
                 weights[j][half] = pair_of_16_bits<false>(pair[0], pair[1]);
             }
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) total[half] = total[half] * less[half] + sum[half];
+        for (u32 half = 0; half < 2; half++) total[half] = total[half] * less[half] + sum_of_four(sum[half]);
 #pragma unroll
         for (u32 j = 0; j < HEAD / 8; j++)
 #pragma unroll
@@ -247,19 +269,27 @@ __device__ inline void attention_of_tiles(u16* tiles, View q, View k, View v, co
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         u64 i = first + warp * 16 + lane / 4 + half * 8;
-        float sum = sum_of_four(total[half]);
         if (i >= length) continue;
         u64 place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
-        put_lines<HEAD>(out, values, half, sum, place, s.head_dim, 0);
-        if (lane % 4 == 0) lse[(batch * s.heads + head) * s.q_len + i] = most[half] + logf(sum);
+        u64 row = ((u64)batch * s.heads + head) * s.q_len + i;
+        View to = {(u64)sums, F32};
+        put_lines<HEAD>(sums ? to : out, values, half, sums ? 1.0f : total[half], place, s.head_dim, 0);
+        if (lane % 4) continue;
+        if (sums) {
+            mosts[row] = most[half];
+            totals[row] = total[half];
+        } else {
+            lse[row] = most[half] + logf(total[half]);
+        }
     }
 }
 
 #define ATTENTION_80(name, depth)                                                                                           \
-    KERNEL(name, const float* flag, View q, View k, View v, const u32* documents, View out, float* lse, Shape s) {           \
+    KERNEL(name, const float* flag, View q, View k, View v, const u32* documents, View out, float* lse, float* sums,         \
+           float* mosts, float* totals, Shape s) {                                                                           \
         SHARED(u16, tiles);                                                                                                  \
         if (skipped(flag)) return;                                                                                           \
-        attention_of_tiles<depth>(tiles, q, k, v, documents, out, lse, s);                                                   \
+        attention_of_tiles<depth>(tiles, q, k, v, documents, out, lse, sums, mosts, totals, s);                              \
     }
 
 ATTENTION_80(attention_bf16_64, 64)

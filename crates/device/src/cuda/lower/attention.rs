@@ -195,21 +195,21 @@ fn forward(
     if shape.queries() == 0 || shape.kv_capacity == 0 {
         return Ok(());
     }
-    if let (Some(out), None, None) = (out, probabilities, running)
-        && let Some(([name, ..], depth)) = on_tensor_cores(emit, &shape)
-    {
-        let blocks = emit.blocks(shape.batch * shape.heads * shape.q_len.div_ceil(QUERIES))?;
-        let kernel = emit.kernel(name, [blocks, 1]).shared(QUERIES * depth * 2);
-        let kernel =
-            kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
-        return emit.launch(kernel.with(emit.view(out)).with(emit.address(lse)).with(shape));
-    }
-    let blocks = emit.blocks(shape.queries())?;
-    let kernel = emit.kernel("attention", [blocks, 1]).shared(4 * (2 * TOGETHER + shape.head_dim));
+    let by_tiles = if probabilities.is_none() { on_tensor_cores(emit, &shape) } else { None };
+    let kernel = match by_tiles {
+        Some(([name, ..], depth)) => {
+            let blocks = emit.blocks(shape.batch * shape.heads * shape.q_len.div_ceil(QUERIES))?;
+            emit.kernel(name, [blocks, 1]).shared(QUERIES * depth * 2)
+        }
+        None => {
+            let blocks = emit.blocks(shape.queries())?;
+            emit.kernel("attention", [blocks, 1]).shared(4 * (2 * TOGETHER + shape.head_dim))
+        }
+    };
     let kernel =
         kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
-    let kernel = kernel.with(out.map_or(View::NONE, |out| emit.view(out)));
-    let kernel = kernel.with(emit.address(lse)).with(emit.address(probabilities));
+    let kernel = kernel.with(out.map_or(View::NONE, |out| emit.view(out))).with(emit.address(lse));
+    let kernel = if by_tiles.is_none() { kernel.with(emit.address(probabilities)) } else { kernel };
     let state = running.map_or([None; 3], |r| [r.sums, r.most, r.total].map(Some));
     let kernel = state.into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
     emit.launch(kernel.with(shape))
