@@ -504,19 +504,22 @@ __device__ inline void gradients_of_keys(u16* tiles, View q, View k, View v, con
     }
 }
 
-#define ATTENTION_BACKWARD_80(of_queries, of_keys, depth)                                                                    \
-    KERNEL(of_queries, const float* flag, View q, View k, View v, const u32* documents, const float* lse, const float* delta, \
+#define GRADIENTS_OF_QUERIES_80(name, depth)                                                                                \
+    KERNEL(name, const float* flag, View q, View k, View v, const u32* documents, const float* lse, const float* delta,      \
            View dout, View dq, u32 accumulate, Shape s) {                                                                    \
         SHARED(u16, tiles);                                                                                                  \
         if (skipped(flag)) return;                                                                                           \
         gradients_of_queries<depth>(tiles, q, k, v, documents, lse, delta, dout, dq, accumulate, s);                         \
-    }                                                                                                                        \
-    KERNEL(of_keys, const float* flag, View q, View k, View v, const u32* documents, const float* lse, const float* delta,   \
+    }
+#define GRADIENTS_OF_KEYS_80(name, depth)                                                                                   \
+    KERNEL(name, const float* flag, View q, View k, View v, const u32* documents, const float* lse, const float* delta,      \
            View dout, View dk, View dv, u32 accumulate, Shape s) {                                                           \
         SHARED(u16, tiles);                                                                                                  \
         if (skipped(flag)) return;                                                                                           \
         gradients_of_keys<depth>(tiles, q, k, v, documents, lse, delta, dout, dk, dv, accumulate, s);                        \
     }
 
-ATTENTION_BACKWARD_80(attention_bf16_queries_64, attention_bf16_keys_64, 64)
-ATTENTION_BACKWARD_80(attention_bf16_queries_128, attention_bf16_keys_128, 128)
+GRADIENTS_OF_QUERIES_80(attention_bf16_queries_64, 64)
+GRADIENTS_OF_QUERIES_80(attention_bf16_queries_128, 128)
+GRADIENTS_OF_KEYS_80(attention_bf16_keys_64, 64)
+GRADIENTS_OF_KEYS_80(attention_bf16_keys_128, 128)

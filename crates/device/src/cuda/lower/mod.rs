@@ -229,8 +229,10 @@ mod tests {
     fn written(sources: &[(&str, &'static str)]) -> Vec<&'static str> {
         let lines = sources.iter().flat_map(|(_, source)| source.lines());
         // A macro with the parameters of a family is told apart from what it is defined as.
-        let named =
-            lines.filter_map(|line| line.strip_prefix("KERNEL(").or(line.strip_prefix("PRODUCT_80(")));
+        let named = lines.filter_map(|line| {
+            let (kind, rest) = line.split_once('(')?;
+            (kind == "KERNEL" || kind.ends_with("_80") && !kind.contains(' ')).then_some(rest)
+        });
         let mut names: Vec<&str> = named.filter_map(|rest| rest.split(',').next()).collect();
         names.sort_unstable();
         names
