@@ -22,7 +22,8 @@ FOLDER = pathlib.Path(__file__).parents[2] / "crates/device/src/cuda"
 PARTS = ["prelude.cuh", "units.cuh", "shapes.cuh", "elementwise.cu", "rows.cu", "product.cu", "attention.cu", "loss.cu",
          "reduction.cu", "update.cu", "quantization.cu", "subspace.cu", "routing.cu", "grouped.cu", "sink.cu"]
 # `SHARED_80` and `SOURCES_80`: the kernels for tensor cores.
-PARTS_80 = ["prelude.cuh", "units.cuh", "shapes.cuh", "tensor.cuh", "product_80.cu", "attention_80.cu"]
+PARTS_80 = ["prelude.cuh", "units.cuh", "shapes.cuh", "tensor.cuh", "product_80.cu", "attention_tiles.cuh",
+            "attention_80.cu", "attention_backward_80.cu"]
 PROGRAMS = [("kernels.ptx", "75", PARTS), ("kernels_80.ptx", "80", PARTS_80)]
 ARCHITECTURES = ["75", "80", "86", "89", "90", "90a", "100", "120"]
 

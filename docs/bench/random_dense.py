@@ -12,7 +12,7 @@ import argparse
 from functools import partial
 
 import numpy as np
-from random_mixture import ARRAY, F32, FLOAT, STRING, U32, byte_tokens, write
+from random_mixture import F32, FLOAT, STRING, U32, tokenizer, write
 
 # Number in a GGUF file, elements of a block, its bytes, the places of its f16 numbers, and what they are times 0.02.
 TYPES = {
@@ -95,12 +95,7 @@ def main():
         (f"{p}.attention.layer_norm_rms_epsilon", FLOAT, 1e-5),
         (f"{p}.rope.freq_base", FLOAT, 1e4),
         (f"{p}.vocab_size", U32, a.vocab),
-        ("tokenizer.ggml.model", STRING, "gpt2"),
-        ("tokenizer.ggml.pre", STRING, "gpt-2"),
-        ("tokenizer.ggml.tokens", ARRAY, (STRING, byte_tokens() + [f"<filler{i}>" for i in range(a.vocab - 256)])),
-        ("tokenizer.ggml.token_type", ARRAY, (5, [1] * a.vocab)),
-        ("tokenizer.ggml.merges", ARRAY, (STRING, [])),
-        ("tokenizer.ggml.eos_token_id", U32, a.vocab - 1),
+        *tokenizer("gpt-2", a.vocab),
     ]
     write(
         a.out,

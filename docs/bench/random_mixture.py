@@ -43,6 +43,18 @@ def byte_tokens():
     return [names[b] for b in range(256)]
 
 
+def tokenizer(pre, vocab):
+    """Metadata of a tokenizer of single bytes."""
+    return [
+        ("tokenizer.ggml.model", STRING, "gpt2"),
+        ("tokenizer.ggml.pre", STRING, pre),
+        ("tokenizer.ggml.tokens", ARRAY, (STRING, byte_tokens() + [f"<filler{i}>" for i in range(vocab - 256)])),
+        ("tokenizer.ggml.token_type", ARRAY, (5, [1] * vocab)),
+        ("tokenizer.ggml.merges", ARRAY, (STRING, [])),
+        ("tokenizer.ggml.eos_token_id", U32, vocab - 1),
+    ]
+
+
 def write(path, metadata, tensors):
     """A whole file. Of each tensor: name, shape, number of its type, bytes, and a function that gives them piece by piece."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)) + b"".join(entry(*m) for m in metadata)
@@ -96,7 +108,6 @@ def main():
     if total > 0.9 * free:
         sys.exit(f"{a.out}: needs {total} bytes of disk")
 
-    tokens = byte_tokens() + [f"<filler{i}>" for i in range(a.vocab - 256)]
     p = "qwen3moe"
     metadata = [
         ("general.architecture", STRING, p),
@@ -115,12 +126,7 @@ def main():
         (f"{p}.attention.value_length", U32, a.head_dim),
         (f"{p}.attention.layer_norm_rms_epsilon", FLOAT, 1e-6),
         (f"{p}.rope.freq_base", FLOAT, 1e6),
-        ("tokenizer.ggml.model", STRING, "gpt2"),
-        ("tokenizer.ggml.pre", STRING, "qwen2"),
-        ("tokenizer.ggml.tokens", ARRAY, (STRING, tokens)),
-        ("tokenizer.ggml.token_type", ARRAY, (5, [1] * a.vocab)),
-        ("tokenizer.ggml.merges", ARRAY, (STRING, [])),
-        ("tokenizer.ggml.eos_token_id", U32, a.vocab - 1),
+        *tokenizer("qwen2", a.vocab),
     ]
     random = np.random.default_rng(7)
     # Values from -7 to 7, without the -8 that would give all weights a mean, and all tokens the same experts. With this scale weights

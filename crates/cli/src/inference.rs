@@ -248,8 +248,8 @@ impl<'a> Inference<'a> {
             release_free_heap();
             let streams = if apart.is_some() { 0 } else { self.stream_bytes(&plan) };
             let others = self.others_bytes.saturating_add(self.logits_bytes(plan.settings.sequences));
-            let beside = self.overhead_bytes(engine)?.saturating_add(streams).saturating_add(others);
-            if let Some(planned) = room.settle(plan.dry_run.peak_bytes(), beside)? {
+            let models = plan.dry_run.peak_bytes().saturating_add(streams).saturating_add(others);
+            if let Some(planned) = room.settle(models, self.overhead_bytes(engine)?)? {
                 return Ok((plan, planned));
             }
         }

@@ -54,17 +54,17 @@ impl PlanningRoom {
         self.line.bytes.saturating_sub(overhead).saturating_sub(self.spare)
     }
 
-    /// What the process takes with a plan: `arena` bytes for the model and its working memory, and `beside`, measured once
+    /// What the process takes with a plan: `models` bytes for models and their working memory, and `beside`, measured once
     /// the plan was made, for all else. `None` where that is more than the line; the next plan then has less room, by as
     /// much as this one was over.
     ///
     /// # Errors
     /// No plan was small enough.
-    pub fn settle(&mut self, arena: u64, beside: u64) -> Result<Option<PlannedProcess>, Failure> {
-        let bytes = arena.saturating_add(beside);
+    pub fn settle(&mut self, models: u64, beside: u64) -> Result<Option<PlannedProcess>, Failure> {
+        let bytes = models.saturating_add(beside);
         let over = bytes.saturating_sub(self.line.bytes);
         if over == 0 {
-            return Ok(Some(PlannedProcess { line: self.line, bytes }));
+            return Ok(Some(PlannedProcess { line: self.line, models, bytes }));
         }
         self.plans += 1;
         self.spare = self.spare.saturating_add(over);
@@ -74,7 +74,7 @@ impl PlanningRoom {
         Err(Failure::does_not_fit(format!(
             "this needs {}: {} for the model and its working memory, {}; {}",
             ByteSize(bytes),
-            ByteSize(arena),
+            ByteSize(models),
             beside_the_model(self.line, beside),
             remedy(self.line)
         )))
@@ -85,6 +85,9 @@ impl PlanningRoom {
 #[derive(Clone, Copy)]
 pub struct PlannedProcess {
     line: LoadLine,
+    /// Models, caches and working memory: exact, and the same on every run.
+    models: u64,
+    /// With what the process was measured to take beside them.
     bytes: u64,
 }
 
@@ -94,6 +97,7 @@ impl PlannedProcess {
         json!({
             "load_line_bytes": self.line.bytes,
             "limited_by": self.line.by,
+            "planned_model_bytes": self.models,
             "planned_bytes": self.bytes,
             "process_peak_rss_bytes": peak_bytes(),
         })
@@ -135,6 +139,7 @@ mod tests {
         let second = room.bytes(4 << 20);
         assert_eq!(second, first - 100);
         let planned = room.settle(second, (4 << 20) + DRIFT + 100).unwrap().unwrap();
+        assert_eq!(planned.document()["planned_model_bytes"], second);
         assert_eq!(planned.document()["planned_bytes"], 10 << 20);
         assert!(room.settle(second, 6 << 20).unwrap().is_none());
         assert!(room.settle(second, 6 << 20).unwrap().is_none());

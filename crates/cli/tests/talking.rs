@@ -212,7 +212,8 @@ fn guesses_change_no_token_and_are_refused_where_they_cannot_be() {
         if drawn[1] == "0" {
             assert_eq!(by_itself["acceptance_rate"], 1.0);
         }
-        let planned = |of: &Value| of["memory"]["planned_bytes"].as_u64().unwrap();
+        // What the process was measured to take beside models drifts by more than these need.
+        let planned = |of: &Value| of["memory"]["planned_model_bytes"].as_u64().unwrap();
         assert!(planned(&by_itself) > planned(&plain));
     }
     // A conversation is the same, too.

@@ -375,9 +375,7 @@ impl DryRun {
         let tiers = Arc::new(LowerTiers::dry());
         let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        let chunk = settings.prompt_chunk_tokens.max(1);
-        // A whole pass and what is left after the last whole one; logits come after the last pass alone.
-        let passes = if prompt > chunk { chunk + prompt % chunk } else { prompt };
+        let passes = tokens_that_tell(prompt, settings.prompt_chunk_tokens);
         append_prompts(&mut decoder, settings, passes, passes)?;
         let mut before = Transferred::default();
         if prompt < settings.context {
@@ -475,6 +473,13 @@ fn dry_decoder<'d>(
 
 fn sequences(settings: DecodeSettings) -> u32 {
     u32::try_from(settings.sequences.max(1)).unwrap_or(u32::MAX)
+}
+
+/// Tokens of a prompt that take as much memory as all of it, in passes of `chunk`: those of a whole pass and of what is left after the
+/// last whole one. Passes of one length take the same, and logits come after the last pass alone.
+pub(crate) fn tokens_that_tell(prompt: u64, chunk: u64) -> u64 {
+    let chunk = chunk.max(1);
+    if prompt > chunk { chunk + prompt % chunk } else { prompt }
 }
 
 /// A prompt in the first sequence; the others have so many tokens by then, from passes that take the same, or as many as the pages

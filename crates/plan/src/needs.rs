@@ -8,7 +8,7 @@ use plimsoll_step::{Checkpointing, DecodeSettings, Precision, StepError, Trainin
 use serde::Serialize;
 
 use crate::config::{Method, RawConfig};
-use crate::dry_run::DryRun;
+use crate::dry_run::{DryRun, tokens_that_tell};
 use crate::method::training_method;
 use crate::resolve::step_settings;
 use crate::runs::threads;
@@ -71,9 +71,7 @@ pub fn needs(
             pages: None,
             drafted_tokens: 0,
         };
-        // Passes of one length take the same: a whole one, and the last one.
-        let last = (tokens - 1) % PROMPT_CHUNK_TOKENS;
-        let prompt = (PROMPT_CHUNK_TOKENS + last).min(tokens - 1);
+        let prompt = tokens_that_tell(tokens - 1, PROMPT_CHUNK_TOKENS);
         DryRun::generation(spec, settings, WeightStorage::new(weight_types), prompt)
     };
     type Run<'a> = &'a (dyn Fn() -> Result<DryRun, StepError> + Sync);

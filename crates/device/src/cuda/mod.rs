@@ -44,10 +44,12 @@ pub const SOURCES: [(&str, &str); 15] = [
 ];
 
 /// The sources of the kernels for [`TENSOR_CORES`]; with those of [`SOURCES`] that [`SHARED_80`] names they make another program.
-pub const SOURCES_80: [(&str, &str); 3] = [
+pub const SOURCES_80: [(&str, &str); 5] = [
     ("tensor.cuh", include_str!("kernels/tensor.cuh")),
     ("product_80.cu", include_str!("kernels/product_80.cu")),
+    ("attention_tiles.cuh", include_str!("kernels/attention_tiles.cuh")),
     ("attention_80.cu", include_str!("kernels/attention_80.cu")),
+    ("attention_backward_80.cu", include_str!("kernels/attention_backward_80.cu")),
 ];
 /// What both programs have in common.
 pub const SHARED_80: [&str; 3] = ["prelude.cuh", "units.cuh", "shapes.cuh"];

@@ -101,8 +101,8 @@ impl Passes {
             }
             release_free_heap();
             let Some((together, residency, dry_run)) = found else { continue };
-            let beside = engine.overhead_bytes().saturating_add(residency.map_or(0, |_| stream_bytes));
-            if let Some(planned) = left.settle(dry_run.peak_bytes(), beside)? {
+            let models = dry_run.peak_bytes().saturating_add(residency.map_or(0, |_| stream_bytes));
+            if let Some(planned) = left.settle(models, engine.overhead_bytes())? {
                 return Ok(Passes { together, residency, dry_run, planned });
             }
         }

@@ -41,6 +41,17 @@ __device__ inline float group_operand(View x, u64 at, u32 narrow) {
     return narrow ? bf16_value(to_bf16(value)) : value;
 }
 
+// What a tile's lines add to a thread's numbers, which are 16 rows and 16 columns apart.
+__device__ inline void add_products(float (*sums)[4], const float* a_lines, const float* b_lines) {
+    for (u32 depth = 0; depth < GROUP_DEPTH; depth++) {
+        float a[4], b[4];
+        for (u32 i = 0; i < 4; i++) a[i] = a_lines[depth * GROUP_PITCH + 16 * i];
+        for (u32 j = 0; j < 4; j++) b[j] = b_lines[depth * GROUP_PITCH + 16 * j];
+        for (u32 i = 0; i < 4; i++)
+            for (u32 j = 0; j < 4; j++) sums[i][j] += a[i] * b[j];
+    }
+}
+
 // c[r] (+)= x[r] times the matrix of r's group, whose element (k, column) is number k * down + column * right of it; and its bias.
 KERNEL(grouped_product, const float* flag, View x, View weight, const u32* offsets, u64 groups, View bias, View c, u64 rows,
        u64 inner, u64 columns, u64 down, u64 right, u32 narrow, u32 accumulate) {
@@ -69,13 +80,7 @@ KERNEL(grouped_product, const float* flag, View x, View weight, const u32* offse
                 there ? group_operand(weight, matrix + (k + depth) * down + (left + line) * right, narrow) : 0.0f;
         }
         __syncthreads();
-        for (u32 depth = 0; depth < GROUP_DEPTH; depth++) {
-            float a[4], b[4];
-            for (u32 i = 0; i < 4; i++) a[i] = of_x[depth * GROUP_PITCH + y + 16 * i];
-            for (u32 j = 0; j < 4; j++) b[j] = of_weight[depth * GROUP_PITCH + z + 16 * j];
-            for (u32 i = 0; i < 4; i++)
-                for (u32 j = 0; j < 4; j++) sums[i][j] += a[i] * b[j];
-        }
+        add_products(sums, of_x + y, of_weight + z);
         __syncthreads();
     }
     for (u32 i = 0; i < 4; i++) {
@@ -111,13 +116,7 @@ KERNEL(grouped_weight, const float* flag, View dout, View x, const u32* offsets,
             of_x[depth * GROUP_PITCH + line] = there ? group_operand(x, (row + depth) * inputs + left + line, narrow) : 0.0f;
         }
         __syncthreads();
-        for (u32 depth = 0; depth < GROUP_DEPTH; depth++) {
-            float a[4], b[4];
-            for (u32 i = 0; i < 4; i++) a[i] = of_dout[depth * GROUP_PITCH + y + 16 * i];
-            for (u32 j = 0; j < 4; j++) b[j] = of_x[depth * GROUP_PITCH + z + 16 * j];
-            for (u32 i = 0; i < 4; i++)
-                for (u32 j = 0; j < 4; j++) sums[i][j] += a[i] * b[j];
-        }
+        add_products(sums, of_dout + y, of_x + z);
         __syncthreads();
     }
     for (u32 i = 0; i < 4; i++) {

@@ -27,20 +27,6 @@ template <bool HALF, bool CODES> __device__ inline void fill_tile(const Source& 
     fill_line<HALF, CODES>(s.values, s.width, at * s.stride + from, count, put);
 }
 
-// The fragment of a of 16 rows from `row` on and 16 of the inner length from `k` on.
-template <bool ALONG> __device__ inline void fragment_of_a(u32* out, const u16* tile, u32 row, u32 k) {
-    u32 lane = threadIdx.x % WARP, matrix = lane / 8, line = lane % 8;
-    if (ALONG) load_matrices(out, tile + place_in_lines(STEP, row + matrix % 2 * 8 + line, k / 8 + matrix / 2));
-    else load_transposed(out, tile + place_in_lines(TILE, k + matrix / 2 * 8 + line, row / 8 + matrix % 2));
-}
-
-// Two fragments of b, of 8 columns each.
-template <bool ALONG> __device__ inline void fragments_of_b(u32* out, const u16* tile, u32 column, u32 k) {
-    u32 lane = threadIdx.x % WARP, matrix = lane / 8, line = lane % 8;
-    if (ALONG) load_matrices(out, tile + place_in_lines(STEP, column + matrix / 2 * 8 + line, k / 8 + matrix % 2));
-    else load_transposed(out, tile + place_in_lines(TILE, k + matrix % 2 * 8 + line, column / 8 + matrix / 2));
-}
-
 template <bool HALF, bool A_ALONG, bool B_ALONG, bool CODES>
 __device__ inline void product_of_tiles(u16* tiles, const Matrix& a, const Matrix& b, View c, View bias, u64 rows, u64 inner,
                                         u64 columns, u32 accumulate, const Rounding& rounding) {
@@ -105,9 +91,15 @@ __device__ inline void product_of_tiles(u16* tiles, const Matrix& a, const Matri
         for (u32 k = 0; k < STEP; k += 16) {
             u32 own_a[4][4], own_b[4][2];
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) fragment_of_a<A_ALONG>(own_a[i], tile_a, warp_row + 16 * i, k);
+            for (u32 i = 0; i < 4; i++) {
+                if (A_ALONG) a_along(own_a[i], tile_a, STEP, warp_row + 16 * i, k);
+                else a_across(own_a[i], tile_a, TILE, warp_row + 16 * i, k);
+            }
 #pragma unroll
-            for (u32 j = 0; j < 4; j += 2) fragments_of_b<B_ALONG>(own_b[j], tile_b, warp_column + 8 * j, k);
+            for (u32 j = 0; j < 4; j += 2) {
+                if (B_ALONG) b_along(own_b[j], tile_b, STEP, warp_column + 8 * j, k);
+                else b_across(own_b[j], tile_b, TILE, warp_column + 8 * j, k);
+            }
 #pragma unroll
             for (u32 i = 0; i < 4; i++)
 #pragma unroll

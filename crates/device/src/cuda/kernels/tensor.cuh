@@ -63,6 +63,30 @@ __device__ inline u32 place_in_lines(u32 length, u32 line, u32 run) {
     return line * length + turned * 8;
 }
 
+// ---- fragments of tiles of such lines ----
+//
+// `a` is 16 rows from `row` on and 16 of the inner length from `k` on, `b` two fragments of 8 columns each. Lines of a tile lie along the
+// inner length, or across it.
+
+__device__ inline void a_along(u32* out, const u16* tile, u32 length, u32 row, u32 k) {
+    u32 lane = threadIdx.x % WARP, matrix = lane / 8, line = lane % 8;
+    load_matrices(out, tile + place_in_lines(length, row + matrix % 2 * 8 + line, k / 8 + matrix / 2));
+}
+__device__ inline void a_across(u32* out, const u16* tile, u32 length, u32 row, u32 k) {
+    u32 lane = threadIdx.x % WARP, matrix = lane / 8, line = lane % 8;
+    load_transposed(out, tile + place_in_lines(length, k + matrix / 2 * 8 + line, row / 8 + matrix % 2));
+}
+__device__ inline void b_along(u32* out, const u16* tile, u32 length, u32 column, u32 k) {
+    u32 lane = threadIdx.x % WARP, matrix = lane / 8, line = lane % 8;
+    load_matrices(out, tile + place_in_lines(length, column + matrix / 2 * 8 + line, k / 8 + matrix % 2));
+}
+__device__ inline void b_across(u32* out, const u16* tile, u32 length, u32 column, u32 k) {
+    u32 lane = threadIdx.x % WARP, matrix = lane / 8, line = lane % 8;
+    load_transposed(out, tile + place_in_lines(length, k + matrix % 2 * 8 + line, column / 8 + matrix / 2));
+}
+
+// ---- filling them ----
+
 // Puts a unit into a line of `length` numbers, from a run on.
 template <bool HALF> struct ToLine {
     u16* lines;

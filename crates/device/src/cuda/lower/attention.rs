@@ -222,67 +222,38 @@ fn deltas(emit: &mut Emit<'_>, [out, dout, delta]: [&Tensor; 3], shape: Shape) -
 
 fn backward(
     emit: &mut Emit<'_>,
-    inputs: Inputs<'_>,
+    Inputs { q, k, v, documents }: Inputs<'_>,
     [lse, delta, dout]: [&Tensor; 3],
     probabilities: Option<&Tensor>,
     [dq, dk, dv]: [&Tensor; 3],
     accumulate: bool,
     shape: Shape,
 ) -> Result<(), CudaError> {
-    if probabilities.is_none()
-        && let Some((names, depth)) = on_tensor_cores(emit, &shape)
-    {
-        return backward_on_tensor_cores(
-            emit,
-            (names, depth),
-            inputs,
-            [lse, delta, dout],
-            [dq, dk, dv],
-            accumulate,
-            shape,
-        );
-    }
-    let Inputs { q, k, v, documents } = inputs;
-    let shared = 4 * (2 * TOGETHER + 2 * shape.head_dim);
-    for (name, count, gradients) in [
-        ("attention_backward_queries", shape.queries(), &[dq][..]),
-        ("attention_backward_keys", shape.keys(), &[dk, dv]),
-    ] {
-        if count == 0 || shape.kv_capacity == 0 {
-            continue;
+    let by_tiles = if probabilities.is_none() { on_tensor_cores(emit, &shape) } else { None };
+    let kernels = match by_tiles {
+        Some(([_, of_queries, of_keys], depth)) => {
+            let heads_of = |heads: u64, blocks: u64| shape.batch * heads * blocks;
+            let queries = heads_of(shape.heads, shape.q_len.div_ceil(QUERIES));
+            let keys = heads_of(shape.kv_heads, shape.kv_capacity.div_ceil(OWN_KEYS));
+            let bytes = |lines: u64| lines * depth * 2;
+            [(of_queries, queries, bytes(QUERIES)), (of_keys, keys, bytes(2 * (OWN_KEYS + KEYS)))]
         }
-        let blocks = emit.blocks(count)?;
-        let kernel = emit.kernel(name, [blocks, 1]).shared(shared).with(emit.view(q)).with(emit.view(k));
-        let kernel = kernel.with(emit.view(v)).with(emit.address(documents)).with(emit.address(lse));
-        let kernel = kernel.with(emit.address(delta)).with(emit.address(probabilities)).with(emit.view(dout));
-        let kernel = gradients.iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
-        emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
-    }
-    Ok(())
-}
-
-fn backward_on_tensor_cores(
-    emit: &mut Emit<'_>,
-    ([_, of_queries, of_keys], depth): (ByTiles, u64),
-    Inputs { q, k, v, documents }: Inputs<'_>,
-    [lse, delta, dout]: [&Tensor; 3],
-    [dq, dk, dv]: [&Tensor; 3],
-    accumulate: bool,
-    shape: Shape,
-) -> Result<(), CudaError> {
-    let of_batch = shape.batch * shape.kv_capacity.div_ceil(OWN_KEYS);
-    for (name, blocks, lines, gradients) in [
-        (of_queries, shape.batch * shape.heads * shape.q_len.div_ceil(QUERIES), QUERIES, &[dq][..]),
-        (of_keys, of_batch * shape.kv_heads, 2 * (OWN_KEYS + KEYS), &[dk, dv]),
-    ] {
+        None => {
+            let shared = 4 * (2 * TOGETHER + 2 * shape.head_dim);
+            let (queries, keys) = (shape.queries(), shape.keys());
+            [("attention_backward_queries", queries, shared), ("attention_backward_keys", keys, shared)]
+        }
+    };
+    for ((name, blocks, shared), gradients) in kernels.into_iter().zip([&[dq][..], &[dk, dv]]) {
         if blocks == 0 || shape.kv_capacity == 0 {
             continue;
         }
         let blocks = emit.blocks(blocks)?;
-        let kernel = emit.kernel(name, [blocks, 1]).shared(lines * depth * 2);
-        let kernel =
-            kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
-        let kernel = kernel.with(emit.address(lse)).with(emit.address(delta)).with(emit.view(dout));
+        let kernel = emit.kernel(name, [blocks, 1]).shared(shared).with(emit.view(q)).with(emit.view(k));
+        let kernel = kernel.with(emit.view(v)).with(emit.address(documents)).with(emit.address(lse));
+        let kernel = kernel.with(emit.address(delta));
+        let kernel = if by_tiles.is_none() { kernel.with(emit.address(probabilities)) } else { kernel };
+        let kernel = kernel.with(emit.view(dout));
         let kernel = gradients.iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
         emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
     }
