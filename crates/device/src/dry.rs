@@ -7,7 +7,9 @@ use std::ops::Range;
 use plimsoll_memory::{Arena, Loan, Phase, Tier};
 
 use crate::trace::{Counted, Repeat, Trace};
-use crate::{Clock, Device, DeviceError, DeviceTraits, Due, Lent, Op, Tally, Tensor, Transferred, Workspace};
+use crate::{
+    Clock, Device, DeviceError, DeviceTraits, Due, Lent, Op, Tally, Tensor, Times, Transferred, Workspace,
+};
 
 /// A device without memory.
 #[derive(Debug)]
@@ -18,8 +20,8 @@ pub struct Dry {
     workspace: Cell<Workspace>,
     moved: Cell<Transferred>,
     clock: Option<Clock>,
-    /// The seconds spent in updates so far, and since when it is in one, where there is a clock.
-    updates: Cell<(f64, Option<f64>)>,
+    /// The times of updates so far, and when one began that goes on, where there is a clock.
+    updates: Cell<(Times, Option<Times>)>,
     /// Whether every event is recorded with its time.
     records: bool,
     /// What was done so far and what had been counted when its last scope began, where that is recorded.
@@ -67,11 +69,11 @@ impl Dry {
         self.clock.as_ref()
     }
 
-    /// The seconds so far that belong to no pass: of norms and updates in the optimizer's phase. None without a clock.
-    pub fn update_seconds(&self) -> f64 {
+    /// The times so far that belong to no pass: of norms and updates in the optimizer's phase. None without a clock.
+    pub fn update_times(&self) -> Times {
         let (before, since) = self.updates.get();
-        let now = self.clock.as_ref().map_or(0.0, |clock| clock.times().elapsed);
-        before + since.map_or(0.0, |since| now - since)
+        let now = self.clock.as_ref().map(Clock::times).unwrap_or_default();
+        since.map_or(before, |since| before.plus(now.since(since), 1.0))
     }
 
     /// What was done so far, where that is recorded; a new trace begins.
@@ -162,8 +164,8 @@ impl Device for Dry {
     fn enter(&self, phase: Phase, layer: Option<u32>) {
         self.arena.enter(phase, layer);
         if let Some(clock) = &self.clock {
-            let since = (phase == Phase::Optimizer).then(|| clock.times().elapsed);
-            self.updates.set((self.update_seconds(), since));
+            let since = (phase == Phase::Optimizer).then(|| clock.times());
+            self.updates.set((self.update_times(), since));
         }
         if let Some(trace) = &self.trace {
             let (trace, since) = &mut *trace.borrow_mut();

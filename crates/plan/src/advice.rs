@@ -8,7 +8,6 @@ use serde::Serialize;
 
 use crate::config::{Auto, Method, OffloadTarget, Optimizer, RawConfig};
 use crate::limits::Limits;
-use crate::method::training_method;
 use crate::offload::TensorKind;
 use crate::resolve::{Choice, lightest_of};
 use crate::runs::DryRuns;
@@ -200,7 +199,7 @@ impl Question<'_> {
 
     /// The lightest step of a configuration that fits, or the nearest; `None` where the model cannot be trained so.
     fn lightest(&self, config: &RawConfig, limits: Limits) -> Option<Choice> {
-        let method = training_method(config, self.runs.spec, self.stored).ok()?;
+        let method = self.runs.method(config, self.stored).ok()?;
         let runs = &self.runs.one_at_a_time();
         lightest_of(&config.divisions().ok()?, &method, runs, limits).ok()
     }

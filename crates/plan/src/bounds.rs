@@ -2,7 +2,7 @@
 //! is left out.
 
 use plimsoll_memory::{Phase, Tag, Tier};
-use plimsoll_model::ModelSpec;
+use plimsoll_model::{BlockId, ModelSpec};
 use plimsoll_step::{
     Checkpointing, Compression, Group, Offload, Precision, SavePolicy, StepError, StepSettings,
 };
@@ -14,6 +14,9 @@ use crate::runs::Wanted;
 
 /// Inputs of layers that are on their way out of the device at once.
 const LEAVING: u64 = 2;
+
+/// Layers whose weights a pass may find in the buffers, from the one before it or from its own forward half, at most.
+const IN_BUFFERS: u32 = 6;
 
 impl Search<'_> {
     /// Bytes of arena that a step takes at least, known without running it: what it takes at rest and, of those `known` that
@@ -73,9 +76,9 @@ impl Search<'_> {
     pub fn is_slower(&self, known: &[&Choice], wanted: &Wanted) -> bool {
         let less =
             known.iter().filter(|less| recomputes_less(less.settings.checkpointing, wanted.0.checkpointing));
-        let Some(least) = less.map(|less| self.least_per_token(less, wanted)).max_by(f64::total_cmp) else {
-            return false;
-        };
+        let of_disk = known.iter().map(|longer| self.least_of_disk(longer, wanted));
+        let all = less.map(|less| self.least_per_token(less, wanted)).chain(of_disk);
+        let Some(least) = all.max_by(f64::total_cmp) else { return false };
         let slower = |room| {
             let fitting = known.iter().filter(|choice| self.fits(choice, room));
             let rival = self.rival.filter(|_| room == self.limits.target_bytes);
@@ -127,9 +130,16 @@ impl Search<'_> {
             own.saturating_mul(u64::from(settings.ranks.mesh.data))
         };
         let all = tokens(own, less.accumulation);
+        // Updates wait for what they bring, whatever the passes before them do.
+        let passes_waited = less.time.waiting_seconds - less.dry_run.updates.waited;
+        let without_waiting = less.time.step_seconds - passes_waited.max(0.0);
         let seconds = match own.batch_size == settings.batch_size {
             true if own.offload.activations == Tier::Device => less.time.step_seconds,
-            true => less.time.step_seconds - less.time.waiting_seconds,
+            true => without_waiting,
+            // The same arithmetic in shorter operations, and what a pass does once is done more often.
+            false if own.batch_size > settings.batch_size && all == tokens(settings, *accumulation) => {
+                without_waiting
+            }
             // Full fine-tuning has no products that are made once in a pass, however long it is.
             false if own.method.adapters().is_none() && all == tokens(settings, *accumulation) => {
                 self.runs.rates.products(&less.dry_run.tally)
@@ -138,6 +148,47 @@ impl Search<'_> {
         };
         seconds / all.max(1) as f64
     }
+
+    /// Seconds that a token takes at least in a step of shorter batches than a known one has: the disk does all that it does there,
+    /// and reads the weights again for each further pass.
+    fn least_of_disk(&self, longer: &Choice, (settings, accumulation): &Wanted) -> f64 {
+        let own = &longer.settings;
+        let StepSettings { batch_size, checkpointing, loss_chunk_tokens, .. } = *settings;
+        let further = accumulation.saturating_sub(longer.accumulation);
+        let reads = settings.offload.parameters == Tier::Disk && settings.expert_slots == 0;
+        // What is kept more on disk is moved more.
+        let moves_no_less =
+            settings.offload.activations == Tier::Device || recomputes_less(checkpointing, own.checkpointing);
+        let sequences = |batch_size: u64, accumulation| batch_size.saturating_mul(accumulation);
+        let alone = settings.ranks.mesh.size() == 1 && longer.accumulation > 0;
+        if further == 0
+            || !(reads && moves_no_less && alone)
+            || sequences(batch_size, *accumulation) != sequences(own.batch_size, longer.accumulation)
+            || (StepSettings { batch_size, checkpointing, loss_chunk_tokens, ..own.clone() }) != *settings
+        {
+            return 0.0;
+        }
+        let bytes = bytes_of_pass(self.runs.spec, settings).saturating_mul(further);
+        let seconds = longer.time.disk_seconds + bytes as f64 / self.runs.rates.disk.read;
+        seconds / sequences(batch_size, *accumulation).saturating_mul(settings.sequence_length).max(1) as f64
+    }
+}
+
+/// Bytes of weights that a pass reads from the disk at least.
+fn bytes_of_pass(spec: &ModelSpec, settings: &StepSettings) -> u64 {
+    let away = spec.num_layers.saturating_sub(settings.kept_layers.parameters).saturating_sub(IN_BUFFERS);
+    let of_layer = |layer| {
+        let own = spec.block_parameters(BlockId::Layer(layer));
+        let matrices = own.iter().filter(|p| p.role.is_block_matrix());
+        let bytes = matrices.map(|p| {
+            let dtype = settings.method.weight_type(p, settings.precision.weights);
+            dtype.bytes_for(p.elements()).unwrap_or(0)
+        });
+        bytes.sum::<u64>()
+    };
+    // Adapters may be such that the backward half goes through no more than some layers.
+    let halves = if settings.method.adapters().is_some() { 1 } else { 2 };
+    (0..away).map(of_layer).sum::<u64>() * halves
 }
 
 /// Whether a candidate with more sequences than `shorter` has takes as much memory, if all else is the same.
@@ -269,6 +320,7 @@ mod tests {
         let forms = [Checkpointing::None, groups(2), groups(4), Checkpointing::Full, Checkpointing::Sqrt];
         let accumulates = !config.training.optimizer_in_backward();
         let batches: &[(u64, u64)] = if accumulates { &[(1, 4), (2, 2), (4, 1)] } else { &[(1, 1), (4, 1)] };
+        let mut by_disk = 0.0;
         for precision in precisions(&config.training, &method, None) {
             let mut made = Vec::new();
             for offload in offloads(config, limits) {
@@ -304,8 +356,14 @@ mod tests {
                     if recomputes_less(other.settings.checkpointing, own.0.checkpointing) {
                         assert!(search.least_per_token(other, &own) <= per_token(choice) * 1.000_001);
                     }
+                    let of_disk = search.least_of_disk(other, &own);
+                    assert!(of_disk <= per_token(choice) * 1.000_001, "{which:?} {:?}", other.settings);
+                    by_disk = f64::max(by_disk, of_disk / per_token(choice));
                 }
             }
         }
+        // Adapters are counted half, and updates in the backward pass come in one pass.
+        let is_full = accumulates && method.adapters().is_none();
+        assert!(!is_full || by_disk > 0.4, "{by_disk}");
     }
 }

@@ -35,8 +35,8 @@ pub struct DryRun {
     pub moved: Transferred,
     /// How long the step takes, where the run had a clock.
     pub times: Option<Times>,
-    /// The seconds of it behind its passes, for norms and updates.
-    pub update_seconds: f64,
+    /// What of it comes behind its passes, for norms and updates.
+    pub updates: Times,
 }
 
 /// What weights, states and buffers of a step take before its first pass, in bytes.
@@ -143,9 +143,8 @@ impl DryRun {
         let [ledger, host, disk] = ledgers;
         let moved = run.moved.plus(added.moved);
         let times = run.times.map(|times| times.plus(added.times, 1.0));
-        let (tally, update_seconds) =
-            (run.tally.plus(added.tally), run.update_seconds + added.update_seconds);
-        Some(DryRun { ledger, host, disk, tally, moved, times, update_seconds })
+        let (tally, updates) = (run.tally.plus(added.tally), run.updates.plus(added.updates, 1.0));
+        Some(DryRun { ledger, host, disk, tally, moved, times, updates })
     }
 
     /// The same with every allocation and release of the step in the ledgers, and when it happens, but for iterations that
@@ -231,7 +230,7 @@ impl DryRun {
         let micro_batch = batch_without_contents(settings);
         let took = || {
             let times = dry.clock().map(Clock::times);
-            (dry.take_tally(), dry.moved(), times, dry.scopes(), dry.update_seconds())
+            (dry.take_tally(), dry.moved(), times, dry.scopes(), dry.update_times())
         };
         let mut before = took();
         dry.arena().mark("step");
@@ -252,8 +251,8 @@ impl DryRun {
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
         dry.arena().mark("evaluation");
         trainer.evaluate(settings.evaluated(), &micro_batch)?;
-        let update_seconds = updates - updates_before;
-        let run = DryRun { times, update_seconds, ..DryRun::of(dry, &tiers, tally, moved) };
+        let updates = updates.since(updates_before);
+        let run = DryRun { times, updates, ..DryRun::of(dry, &tiers, tally, moved) };
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })
     }
 
@@ -428,8 +427,8 @@ impl DryRun {
 
     fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Transferred) -> DryRun {
         let (host, disk) = (tiers.host().end_record(), tiers.disk().end_record());
-        let (ledger, times, update_seconds) = (dry.arena().end_record(), None, 0.0);
-        DryRun { ledger, host, disk, tally, moved, times, update_seconds }
+        let (ledger, times, updates) = (dry.arena().end_record(), None, Times::default());
+        DryRun { ledger, host, disk, tally, moved, times, updates }
     }
 
     /// Bytes of host memory that the job needs beside the data pipeline's.

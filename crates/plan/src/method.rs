@@ -2,18 +2,47 @@
 //! `training.quantization` to what the step is told.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use plimsoll_device::DType;
 use plimsoll_model::{
-    AdapterError, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight, WeightSource,
+    AdapterConfig, AdapterError, AdapterLayout, BlockId, ModelSpec, Parameter, Role, StoredWeight,
+    WeightSource,
 };
 use plimsoll_step::{Adapters, StepError, TrainingMethod};
 
 use crate::config::{Method, Quantization, RawConfig};
 
+/// The layouts of a model's adapters, for whoever asks for several methods: each is made once. A large mixture of experts has tens of
+/// thousands of matrices, whose names are all looked at.
+#[derive(Debug, Default)]
+pub(crate) struct Layouts(Mutex<Vec<(AdapterConfig, AdapterLayout)>>);
+
+impl Layouts {
+    fn of(&self, config: AdapterConfig, spec: &ModelSpec) -> Result<AdapterLayout, StepError> {
+        // Whoever wants the same meanwhile waits for it. Layouts are added whole.
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, layout)) = known.iter().find(|(of, _)| *of == config) {
+            return Ok(layout.clone());
+        }
+        let layout = AdapterLayout::new(&config, spec).map_err(Box::new)?;
+        known.push((config, layout.clone()));
+        Ok(layout)
+    }
+}
+
 /// What `config` trains of a model; `stored` is what its files hold, where they are at hand.
 pub(crate) fn training_method(
+    config: &RawConfig,
+    spec: &ModelSpec,
+    stored: Option<&WeightSource>,
+) -> Result<TrainingMethod, StepError> {
+    method_among(&Layouts::default(), config, spec, stored)
+}
+
+/// The same, with layouts of this model that are known.
+pub(crate) fn method_among(
+    layouts: &Layouts,
     config: &RawConfig,
     spec: &ModelSpec,
     stored: Option<&WeightSource>,
@@ -22,8 +51,7 @@ pub(crate) fn training_method(
     if training.method() == Method::Full {
         return Ok(TrainingMethod::Full);
     }
-    let lora = training.lora.adapter_config(config.model.path.clone());
-    let layout = AdapterLayout::new(&lora, spec).map_err(Box::new)?;
+    let layout = layouts.of(training.lora.adapter_config(config.model.path.clone()), spec)?;
     let in_file = |p: &Parameter| -> Option<DType> {
         let dtype = stored?.inference_dtype(p, DType::F32);
         dtype.is_block().then_some(dtype)

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::config::{Method, RawConfig};
 use crate::dry_run::{DryRun, tokens_that_tell};
-use crate::method::training_method;
+use crate::method::{Layouts, method_among};
 use crate::resolve::step_settings;
 use crate::runs::threads;
 
@@ -51,10 +51,11 @@ pub fn needs(
         let method = &TrainingMethod::Full;
         DryRun::training(spec, &step_settings(&config, spec, method, precision, checkpointing, 1), 1)
     };
+    let layouts = Layouts::default();
     let adapters = |method| {
         let mut config = config.clone();
         config.training.method = Some(method);
-        let method = training_method(&config, spec, None)?;
+        let method = method_among(&layouts, &config, spec, None)?;
         let precision = Precision { master_weights: false, ..bf16 };
         let settings = step_settings(&config, spec, &method, precision, Checkpointing::Full, 1);
         DryRun::training(spec, &settings, 1)

@@ -244,10 +244,15 @@ impl Search<'_> {
         let forms = checkpointings(&self.config.training);
         let mut found: Vec<Vec<Option<Choice>>> = forms.iter().map(|_| vec![None; batches.len()]).collect();
         let probes = self.probes(precision, offload, batches)?;
-        // Forms that keep more and shorter batches come before, those that do not wait for each other at once.
+        let longest_first = self.has_room_for_all(precision, offload, batches)?;
+        // Forms that keep more come before. So do longer batches, which say how fast shorter ones can be, where there is room for all
+        // of them, and shorter ones, which say that there is none for longer ones, where there is not. Those that do not wait for each
+        // other are run at once.
         for turn in 0..forms.len() + batches.len() {
             let known: Vec<&Choice> = found.iter().flatten().flatten().collect();
-            let places = (0..forms.len()).filter_map(|form| Some((form, turn.checked_sub(form)?)));
+            let batch =
+                |nth: usize| if longest_first { batches.len().checked_sub(nth + 1) } else { Some(nth) };
+            let places = (0..forms.len()).filter_map(|form| Some((form, batch(turn.checked_sub(form)?)?)));
             let next = places.filter_map(|(form, batch)| {
                 let wanted = self.candidate(precision, *forms.get(form)?, *batches.get(batch)?, offload);
                 let of_form = found.get(form)?.iter().flatten();
@@ -267,6 +272,24 @@ impl Search<'_> {
             }
         }
         Ok(found.into_iter().flatten().flatten().collect())
+    }
+
+    /// Whether what keeps the most fits in the longest batch.
+    fn has_room_for_all(
+        &self,
+        precision: Precision,
+        offload: Offload,
+        batches: &[(u64, u64)],
+    ) -> Result<bool, StepError> {
+        let longest = batches.iter().copied().max_by_key(|(size, _)| *size).filter(|_| batches.len() > 1);
+        let (Some(batch), Some(form)) = (longest, self.first_form()) else { return Ok(false) };
+        let wanted = self.candidate(precision, form, batch, offload);
+        let known = self.runs.known();
+        if self.cannot_fit(&wanted, known.iter().map(Arc::as_ref)) {
+            return Ok(false);
+        }
+        let choice = self.runs.of(wanted.0, wanted.1)?;
+        Ok(self.fits(&choice, self.limits.room_bytes))
     }
 
     /// Runs of the shortest batch that may say of several forms that there is no room for them: one of a form that keeps little and,

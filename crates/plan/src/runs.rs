@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_device::cpu::at_once;
 use plimsoll_memory::usable_cores;
-use plimsoll_model::ModelSpec;
-use plimsoll_step::{Checkpointing, StepError, StepSettings};
+use plimsoll_model::{ModelSpec, WeightSource};
+use plimsoll_step::{Checkpointing, StepError, StepSettings, TrainingMethod};
 
+use crate::config::RawConfig;
 use crate::dry_run::{AtRest, DryRun};
 use crate::limits::Limits;
+use crate::method::{Layouts, method_among};
 use crate::resolve::Choice;
 use crate::time::Rates;
 
@@ -27,25 +29,39 @@ pub(crate) struct DryRuns<'a> {
     made: Arc<Mutex<Vec<Arc<Choice>>>>,
     /// Steps at rest.
     rested: Arc<Mutex<Vec<(StepSettings, AtRest)>>>,
+    layouts: Arc<Layouts>,
 }
 
 impl<'a> DryRuns<'a> {
     /// None yet; as many at a time as there are cores.
     pub fn new(spec: &'a ModelSpec, rates: &'a Rates) -> Self {
-        let (made, rested) = (Arc::default(), Arc::default());
-        DryRuns { spec, rates, threads: threads(), limits: None, made, rested }
+        let (made, rested, layouts) = (Arc::default(), Arc::default(), Arc::default());
+        DryRuns { spec, rates, threads: threads(), limits: None, made, rested, layouts }
     }
 
     /// The same runs one at a time: for one of several searches that go on at once.
     pub fn one_at_a_time(&self) -> DryRuns<'a> {
-        let (made, rested) = (Arc::clone(&self.made), Arc::clone(&self.rested));
-        DryRuns { threads: 1, made, rested, ..*self }
+        DryRuns { threads: 1, ..self.same() }
     }
 
     /// The same runs for somebody to whom a step is of use that keeps to these limits.
     pub fn within(&self, limits: Limits) -> DryRuns<'a> {
-        let (made, rested) = (Arc::clone(&self.made), Arc::clone(&self.rested));
-        DryRuns { limits: Some(limits), made, rested, ..*self }
+        DryRuns { limits: Some(limits), ..self.same() }
+    }
+
+    fn same(&self) -> DryRuns<'a> {
+        let (made, rested, layouts) =
+            (Arc::clone(&self.made), Arc::clone(&self.rested), Arc::clone(&self.layouts));
+        DryRuns { made, rested, layouts, ..*self }
+    }
+
+    /// What `config` trains of the model.
+    pub fn method(
+        &self,
+        config: &RawConfig,
+        stored: Option<&WeightSource>,
+    ) -> Result<TrainingMethod, StepError> {
+        method_among(&self.layouts, config, self.spec, stored)
     }
 
     /// The same step with all of its stages.
@@ -149,11 +165,8 @@ pub(crate) fn threads() -> usize {
 #[cfg(test)]
 pub(crate) mod tests {
     use plimsoll_model::catalogue;
-    use plimsoll_step::TrainingMethod;
 
     use super::*;
-    use crate::config::RawConfig;
-    use crate::limits::Limits;
     use crate::resolve::choose;
 
     pub(crate) const RATES: Rates = Rates::of_cpu([1e11, 2e11], 2e10, 1e9);

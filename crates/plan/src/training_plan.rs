@@ -17,7 +17,6 @@ use crate::evaluating::evaluating;
 use crate::expert_slots::ExpertReads;
 use crate::limits::{Limits, PipelineBytes, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
-use crate::method::training_method;
 use crate::origin::ModelOrigin;
 use crate::ranks::{RankGroup, rank_groups};
 use crate::resolve::{Choice, choose, resolved_config};
@@ -536,8 +535,8 @@ pub(crate) fn decided<'a>(
         let Divided { config, runs, choice, division } = divide(config, spec, stored, machine)?;
         return Ok(Decided { config, runs, choice, division: Some(division) });
     }
-    let method = training_method(config, spec, stored)?;
     let runs = DryRuns::new(spec, &machine.rates);
+    let method = runs.method(config, stored)?;
     let choice = choose(config, &method, &runs, Limits::of(config, machine))?;
     Ok(Decided { config: config.clone(), runs, choice, division: None })
 }

@@ -282,7 +282,7 @@ fn the_stages_of_a_pipeline_wait_for_their_passes() {
             };
             let seconds = |run: &DryRun| {
                 let step = run.times.unwrap().elapsed;
-                step + (step - run.update_seconds) * 3.0 / (runs * accumulation as f64)
+                step + (step - run.updates.elapsed) * 3.0 / (runs * accumulation as f64)
             };
             let slowest = (0..4).map(|rank| seconds(&run(rank))).fold(0.0, f64::max);
             let choice = Choice::new(&spec, of_rank(0, schedule), accumulation, &rates).unwrap();
@@ -292,7 +292,7 @@ fn the_stages_of_a_pipeline_wait_for_their_passes() {
     // As many updates for three times the micro-batches.
     let [few, many] = [4, 12].map(|accumulation| {
         let run = DryRun::timed_training(&spec, &of_rank(0, one_run), accumulation, &rates).unwrap();
-        (run.update_seconds, run.times.unwrap().elapsed - run.update_seconds)
+        (run.updates.elapsed, run.times.unwrap().elapsed - run.updates.elapsed)
     });
     assert!(few.0 > 0.0 && (many.0 / few.0 - 1.0).abs() < 1e-9, "{few:?} {many:?}");
     // The first one adds to no gradients.

@@ -386,7 +386,7 @@ fn few_do_what_all_do(
     }
     assert_eq!(few.tally, all.tally, "{name}");
     assert_eq!(few.moved, all.moved, "{name}");
-    let seconds = [few, all].map(|run| (run.times.unwrap().elapsed, run.update_seconds));
+    let seconds = [few, all].map(|run| (run.times.unwrap().elapsed, run.updates.elapsed));
     let [few, all] = seconds.map(|(step, _)| step);
     assert!((few / all - 1.0).abs() < 0.01, "{name}: {few} s, {all} s");
     let [of_few, of_all] = seconds.map(|(_, updates)| updates);

@@ -74,7 +74,7 @@ impl Fold {
         let policy = policy.numbered(spec.runs());
         let segment = policy.segments().map(|segment| segment.len()).max()?;
         let alike = layers(spec, settings, &policy);
-        let (ahead, round) = (ahead(settings), round(settings, segment));
+        let reach = Reach::of(settings, segment);
         let (mut kept, mut units, mut gaps) = (Vec::new(), Vec::new(), Vec::new());
         let mut keep = |layers: Range<usize>| {
             let place = kept.len() as u32;
@@ -88,12 +88,12 @@ impl Fold {
             let alike = alike.get(begin..end)?;
             let mut next = begin;
             while next < end {
-                let Some((pattern, missing)) = repeated(alike, next - begin, segment, round, ahead) else {
+                let Some((pattern, missing)) = repeated(alike, next - begin, &reach) else {
                     keep(next..next + 1);
                     next += 1;
                     continue;
                 };
-                let (before, after) = stay(pattern, segment, ahead);
+                let (before, after) = reach.stay(pattern);
                 let mut several = |first: usize, times| {
                     let patterns = (first..).step_by(pattern).take(times);
                     patterns.map(|first| keep(first..first + pattern)).last()
@@ -148,28 +148,39 @@ fn ahead(settings: &StepSettings) -> usize {
     below + further
 }
 
-/// Layers after which what is used in turn stands as before, where that shows: the inputs of segments that leave the device.
-fn round(settings: &StepSettings, segment: usize) -> usize {
-    if segment > 1 && !settings.offload.is_none() { LEAVING } else { 1 }
+/// How far a layer's own work reaches.
+struct Reach {
+    /// Layers of a segment.
+    segment: usize,
+    /// Layers ahead of the one in use that anything is done for.
+    ahead: usize,
+    /// Whether the inputs of segments leave the device.
+    leaves: bool,
 }
 
-/// Patterns that stay at the beginning and at the end of layers in a row. Two before a gap and one behind it must do what those
-/// between them do: neither the first nor the last, and nobody ahead of whom is beyond these.
-fn stay(pattern: usize, segment: usize, ahead: usize) -> (usize, usize) {
-    // A segment keeps and prefetches as much as a layer that is a segment of its own.
-    let ahead = if segment > 1 { LEAVING } else { ahead.div_ceil(pattern) };
-    (2 + ahead, 1 + ahead)
+impl Reach {
+    fn of(settings: &StepSettings, segment: usize) -> Reach {
+        let leaves = segment > 1 && settings.offload.activations != Tier::Device;
+        Reach { segment, ahead: ahead(settings), leaves }
+    }
+
+    /// Layers after which what is used in turn stands as before, where that shows: the inputs of segments that leave the device.
+    fn round(&self) -> usize {
+        if self.leaves { LEAVING } else { 1 }
+    }
+
+    /// Patterns that stay at the beginning and at the end of layers in a row. Two before a gap and one behind it must do what those
+    /// between them do: neither the first nor the last, and nobody ahead of whom is beyond these.
+    fn stay(&self, pattern: usize) -> (usize, usize) {
+        let ahead = if self.leaves { LEAVING } else { self.ahead.div_ceil(pattern) };
+        (2 + ahead, 1 + ahead)
+    }
 }
 
 /// The length of the pattern that layers from `first` on repeat, and how many of the patterns need not be there, so that the
 /// most layers go. Layers that are checkpointed in segments go by whole segments, and all go by whole rounds.
-fn repeated(
-    alike: &[Layer],
-    first: usize,
-    segment: usize,
-    round: usize,
-    ahead: usize,
-) -> Option<(usize, usize)> {
+fn repeated(alike: &[Layer], first: usize, reach: &Reach) -> Option<(usize, usize)> {
+    let segment = reach.segment;
     let patterns = if segment > 1 { segment..=segment } else { 1..=LONGEST_PATTERN };
     if !first.is_multiple_of(segment) {
         return None;
@@ -177,9 +188,9 @@ fn repeated(
     let missing = |pattern: usize| {
         let later = alike.iter().skip(first + pattern);
         let same = alike.iter().skip(first).zip(later).take_while(|(one, other)| one == other).count();
-        let (before, after) = stay(pattern, segment, ahead);
+        let (before, after) = reach.stay(pattern);
         let most = ((same + pattern) / pattern).checked_sub(before + after)?;
-        let together = (1..).find(|patterns| (patterns * pattern).is_multiple_of(round))?;
+        let together = (1..).find(|patterns| (patterns * pattern).is_multiple_of(reach.round()))?;
         Some((pattern, most / together * together)).filter(|(_, missing)| *missing > 0)
     };
     // Of those that leave out as many, the shortest.

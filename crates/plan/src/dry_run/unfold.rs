@@ -35,8 +35,8 @@ pub(super) struct Added {
     pub tally: Tally,
     pub moved: Transferred,
     pub times: Times,
-    /// The seconds of it in the optimizer's phase.
-    pub update_seconds: f64,
+    /// What of it is in the optimizer's phase.
+    pub updates: Times,
 }
 
 /// Something that a scope does to memory.
@@ -457,7 +457,7 @@ impl<'a> Folded<'a> {
                     added.moved = added.moved.plus(scope.moved.times(times));
                     added.times = added.times.plus(scope.times, times as f64);
                     if scope.phase == Phase::Optimizer {
-                        added.update_seconds += times as f64 * scope.times.elapsed;
+                        added.updates = added.updates.plus(scope.times, times as f64);
                     }
                 }
             }

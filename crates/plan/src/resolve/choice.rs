@@ -140,7 +140,7 @@ impl TimeEstimate {
         let tokens = tokens.saturating_mul(u64::from(mesh.data));
         let mut times = run.times.unwrap_or_default();
         let legs = accumulation.max(1) as f64 * f64::from(settings.pipeline_schedule.rounds());
-        let passes = times.elapsed - run.update_seconds;
+        let passes = times.elapsed - run.updates.elapsed;
         let idle = passes * f64::from(mesh.pipeline.saturating_sub(1)) / legs;
         times.elapsed += idle;
         times.waited += idle;
