@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""Asks for plans and prints the processor time of each: user and system, of all threads.
+"""Asks for plans and prints how long each takes, and its processor time: user and system, of all threads.
 
     docs/bench/plan_times.py [--plimsoll target/release/plimsoll] [--searches] [--before OTHER_PLIMSOLL]
 
 Without further words the default plan of every model of the catalogue for a machine of 80 GiB, and Llama 3.1 405B with everything on the
 disk. With `--searches` the searches that docs/planning.md has in a table instead. With `--before` another build of the program is asked
-the same, and every answer that differs is named: but for how long a search took, documents have to be equal. Ends with 1 if one is not.
+the same, and every answer that differs is named: but for how long a search took and the last digits of seconds, which depend on the order of
+a sum, documents have to be equal. Ends with 1 if one is not.
 Needs no packages and no network.
 """
 
 import argparse
 import json
+import math
 import re
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,11 +52,21 @@ def searches():
     yield "405B, 16x8xh100, every way", [*ON_128, *ways, "--goal", "fastest"]
 
 
+def same(one, other):
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
 def ask(program, arguments):
-    """The document of a plan, and the processor time that it took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """The document of a plan, how long it took, and the processor time that it took."""
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([program, "plan", *arguments, "--json"], capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     took = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     try:
         document = json.loads(done.stdout)
@@ -61,7 +74,7 @@ def ask(program, arguments):
         sys.exit(f"plan {' '.join(arguments)}: {done.stderr or done.stdout}")
     if "seconds" in document.get("search", {}):
         document["search"]["seconds"] = 0
-    return document, took
+    return document, seconds, took
 
 
 def main():
@@ -72,19 +85,20 @@ def main():
     args = parser.parse_args()
     times, different = [], 0
     for name, arguments in searches() if args.searches else defaults():
-        document, took = ask(args.plimsoll, arguments)
-        line = f"{took:8.3f} s  {name}"
+        document, seconds, took = ask(args.plimsoll, arguments)
+        line = f"{seconds:8.3f} s {took:8.3f} s of processors  {name}"
         if args.before:
-            other, before = ask(args.before, arguments)
-            line = f"{before:8.3f} s ->{line}"
-            if other != document:
+            other, _, before = ask(args.before, arguments)
+            line = f"{line}, before {before:.3f} s"
+            if not same(other, document):
                 different += 1
                 line += "  ANSWERS DIFFER"
         print(line, flush=True)
-        times.append(took)
-    times.sort()
-    over = sum(took > 0.1 for took in times)
-    print(f"{len(times)} plans: median {times[len(times) // 2]:.3f} s, most {times[-1]:.3f} s, {over} above 0.1 s")
+        times.append((seconds, took))
+    for what, all_times in zip(("in all", "of processors"), map(sorted, zip(*times))):
+        over = sum(seconds > 0.1 for seconds in all_times)
+        middle, most = all_times[len(all_times) // 2], all_times[-1]
+        print(f"{len(all_times)} plans, {what}: median {middle:.3f} s, most {most:.3f} s, {over} above 0.1 s")
     sys.exit(1 if different else 0)
 
 

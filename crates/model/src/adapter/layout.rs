@@ -638,16 +638,17 @@ fn trained_base(
                 (named, *found) = (true, true);
             }
         }
-        if named && modules.iter().any(|adapted| adapted.name == module) {
+        // Of a mixture of experts there are too many tensors to compare each with all modules.
+        let of_adapted = || modules.iter().any(|adapted| adapted.name == module);
+        if named && of_adapted() {
             return Err(AdapterError::Layout(format!(
                 "{module} is in target_modules and in modules_to_save; name it in one of them"
             )));
         }
-        let of_adapted = modules.iter().any(|adapted| adapted.name == module);
         let bias = match config.bias {
             AdapterBias::None => false,
             AdapterBias::All => tensor.name.ends_with(".bias"),
-            AdapterBias::LoraOnly => tensor.name.ends_with(".bias") && of_adapted,
+            AdapterBias::LoraOnly => tensor.name.ends_with(".bias") && of_adapted(),
         };
         if named || bias {
             for part in &tensor.parts {
