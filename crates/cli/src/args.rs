@@ -412,6 +412,9 @@ pub struct EvalArgs {
     /// Divide the model's layers among so many ranks of this machine, each a process with its own memory (docs/ranks.md)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub ranks: Option<u32>,
+    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: DeviceChoice,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

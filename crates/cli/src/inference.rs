@@ -9,14 +9,14 @@ use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::{
-    Apart, GenerationPlan, GenerationPlanError, GenerationRequest, LoadLine, streaming_overhead_bytes,
+    Apart, GenerationPlan, GenerationPlanError, GenerationRequest, streaming_overhead_bytes,
 };
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
 use crate::card::{self, DeviceChoice};
 use crate::failure::Failure;
-use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model, load_line};
+use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model};
 use crate::ranks::everybody;
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
@@ -141,16 +141,6 @@ impl<'a> Inference<'a> {
         Ok(Engine::start(self.threads)?.with_card(card::open(self.device, ranks)?))
     }
 
-    /// What the process may take; of a card, where one computes.
-    fn line(&self, engine: &Engine) -> LoadLine {
-        engine.card.as_ref().map_or_else(|| load_line(self.stated), |card| card::line(card, self.stated))
-    }
-
-    /// What is taken of that beside the arena.
-    fn overhead_bytes(&self, engine: &Engine) -> Result<u64, Failure> {
-        engine.card.as_ref().map_or_else(|| Ok(engine.overhead_bytes()), |card| card::overhead_bytes(card))
-    }
-
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
     /// the largest context that fits. Shorter passes need less. Weights are left on disk where no context of `enough` fits
     /// beside them. And what the process takes with it.
@@ -202,7 +192,7 @@ impl<'a> Inference<'a> {
         enough: usize,
         decided: Option<Decided>,
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
-        let line = self.line(engine);
+        let line = engine.line(self.stated);
         let mut room = PlanningRoom::below(line);
         let apart = engine.card.as_ref().map(|_| Apart {
             device: DeviceTraits::CUDA,
@@ -219,7 +209,7 @@ impl<'a> Inference<'a> {
                 prompt_tokens: longest.map(|n| n as u64),
                 context: *context.start() as u64..=*context.end() as u64,
                 cache: decided.map_or(self.cache, |decided| Some(decided.cache)),
-                room: room.bytes(self.overhead_bytes(engine)?.saturating_add(self.others_bytes)),
+                room: room.bytes(engine.overhead_of_what_computes()?.saturating_add(self.others_bytes)),
                 in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
                 pass_tokens: decided.map(|decided| decided.pass_tokens),
@@ -232,7 +222,7 @@ impl<'a> Inference<'a> {
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
                 GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(
                     "{error}. Beside that it takes {}",
-                    beside_the_model(line, self.overhead_bytes(engine).unwrap_or(0))
+                    beside_the_model(line, engine.overhead_of_what_computes().unwrap_or(0))
                 )),
                 GenerationPlanError::Step(error) => error.into(),
             })?;
@@ -249,7 +239,7 @@ impl<'a> Inference<'a> {
             let streams = if apart.is_some() { 0 } else { self.stream_bytes(&plan) };
             let others = self.others_bytes.saturating_add(self.logits_bytes(plan.settings.sequences));
             let models = plan.dry_run.peak_bytes().saturating_add(streams).saturating_add(others);
-            if let Some(planned) = room.settle(models, self.overhead_bytes(engine)?)? {
+            if let Some(planned) = room.settle(models, engine.overhead_of_what_computes()?)? {
                 return Ok((plan, planned));
             }
         }
@@ -277,7 +267,7 @@ impl<'a> Inference<'a> {
             prompt_tokens: None,
             context: context as u64..=context as u64,
             cache: self.cache,
-            room: self.line(engine).bytes.saturating_sub(self.overhead_bytes(engine)?),
+            room: engine.line(self.stated).bytes.saturating_sub(engine.overhead_of_what_computes()?),
             in_files: None,
             enough_context: context as u64,
             pass_tokens: None,
@@ -303,7 +293,7 @@ impl<'a> Inference<'a> {
 
     /// A device with the memory that was planned.
     pub fn device(&self, engine: &Engine, plan: &GenerationPlan) -> Result<Box<dyn Device>, Failure> {
-        engine.device(&plan.dry_run, self.line(engine))
+        engine.device(&plan.dry_run, engine.line(self.stated))
     }
 
     /// A session with the weights of this rank's layers, and what is streamed of them.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::cuda::OpenCard;
-use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError};
-use plimsoll_memory::release_free_heap;
+use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError, DeviceTraits};
+use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates};
@@ -230,6 +230,24 @@ impl Engine {
             Some(card) => Box::new(Cuda::new(card, bytes)?),
             None => Box::new(Cpu::with_pool(Arc::clone(&self.pool), self.isa, bytes)?),
         })
+    }
+
+    /// What may be taken of what computes: of the process's memory, or of a card's.
+    pub fn line(&self, stated: Option<ByteSize>) -> LoadLine {
+        self.card.as_ref().map_or_else(|| load_line(stated), |card| card::line(card, stated))
+    }
+
+    /// What is taken of that beside the arena.
+    ///
+    /// # Errors
+    /// The card does not say what is free.
+    pub fn overhead_of_what_computes(&self) -> Result<u64, Failure> {
+        self.card.as_ref().map_or_else(|| Ok(self.overhead_bytes()), |card| card::overhead_bytes(card))
+    }
+
+    /// What computes is like that.
+    pub fn traits(&self) -> DeviceTraits {
+        self.card.as_ref().map_or(DeviceTraits::CPU, |_| DeviceTraits::CUDA)
     }
 
     /// What the process takes beside the arena, when everything else is in memory: what was measured, for who plans and computes in one

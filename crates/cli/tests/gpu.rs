@@ -138,6 +138,35 @@ fn a_card_answers_as_the_cpu_does() {
 }
 
 #[test]
+fn a_card_measures_what_the_cpu_does() {
+    let Some(driver) = mock::library() else { return };
+    let folder = folder();
+    let path = folder.path();
+    ok(path, &["train", "c.yaml"]);
+    let sample = r#"{"instruction": "wo", "output": "word word"}"#;
+    std::fs::write(path.join("samples.jsonl"), [sample; 3].join("\n")).unwrap();
+    let text = ["--data", "text.txt", "--sequence-length", "12"];
+    let samples = ["--data", "samples.jsonl", "--format", "instruction", "--sequence-length", "256"];
+    for (data, more, tolerance) in [
+        (&text[..], &[][..], 1e-5),
+        (&text, &["--dtype", "bf16"], 2e-3),
+        (&text, &["--quantize", "nf4"], 1e-5),
+        (&text, &["--kv-cache", "int8"], 1e-4),
+        (&samples, &[], 1e-5),
+    ] {
+        let given = [&["eval", "--model", "out", "--json"], data, more].concat();
+        let cpu = ok(path, &[&given[..], &["--device", "cpu"]].concat());
+        let card = succeeds(&with_driver(driver, path, &[&given[..], &["--device", "cuda"]].concat(), &[]));
+        let [cpu, card] = [cpu, card].map(|said| serde_json::from_str::<Value>(&said).unwrap());
+        assert_eq!(cpu["tokens"], card["tokens"], "{more:?}");
+        let [on_cpu, on_card] = [&cpu, &card].map(|said| said["loss"].as_f64().unwrap());
+        assert!((on_cpu - on_card).abs() <= tolerance * on_cpu, "{more:?}: {on_cpu} and {on_card}");
+        // The line is the card's.
+        assert_eq!(card["memory"]["limited_by"], "device memory");
+    }
+}
+
+#[test]
 fn what_is_wrong_with_a_card_is_said() {
     let folder = folder();
     let path = folder.path();

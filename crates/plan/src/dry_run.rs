@@ -48,6 +48,25 @@ pub(crate) struct AtRest {
     pub disk: u64,
 }
 
+/// What an evaluation takes at a time, and where.
+#[derive(Clone, Copy)]
+pub struct EvaluationPass<'a> {
+    /// What the device is like.
+    pub device: DeviceTraits,
+    /// Types of weights and activations.
+    pub precision: Precision,
+    /// How the weights are held.
+    pub storage: WeightStorage<'a>,
+    /// Sequences.
+    pub batch_size: u64,
+    /// Tokens of each.
+    pub length: u64,
+    /// Tokens whose logits exist at once.
+    pub loss_chunk_tokens: u64,
+    /// Whether sequences are windows of samples: targets have weights, and samples see nothing of each other.
+    pub samples: bool,
+}
+
 /// A training step, and what it takes to find it in a trace.
 struct Traced {
     run: DryRun,
@@ -256,49 +275,21 @@ impl DryRun {
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })
     }
 
-    /// One evaluation pass over `batch_size` sequences of `length` tokens, with weights as `storage` says, through the layers that
-    /// a rank has of the model.
+    /// One evaluation pass through the layers that a rank has of the model.
     pub fn evaluation(
-        (spec, ranks): (&ModelSpec, DryRanks),
-        precision: Precision,
-        storage: WeightStorage<'_>,
-        batch_size: u64,
-        length: u64,
-        loss_chunk_tokens: u64,
+        spec: &ModelSpec,
+        ranks: DryRanks,
+        pass: EvaluationPass<'_>,
     ) -> Result<DryRun, StepError> {
-        let shape = [batch_size, length];
-        DryRun::evaluation_of((spec, ranks), precision, storage, shape, loss_chunk_tokens, false)
-    }
-
-    /// The same of windows of samples: targets have weights, and samples see nothing of each other.
-    pub fn evaluation_of_samples(
-        (spec, ranks): (&ModelSpec, DryRanks),
-        precision: Precision,
-        storage: WeightStorage<'_>,
-        batch_size: u64,
-        length: u64,
-        loss_chunk_tokens: u64,
-    ) -> Result<DryRun, StepError> {
-        let shape = [batch_size, length];
-        DryRun::evaluation_of((spec, ranks), precision, storage, shape, loss_chunk_tokens, true)
-    }
-
-    fn evaluation_of(
-        (spec, ranks): (&ModelSpec, DryRanks),
-        precision: Precision,
-        storage: WeightStorage<'_>,
-        [batch_size, length]: [u64; 2],
-        loss_chunk_tokens: u64,
-        samples: bool,
-    ) -> Result<DryRun, StepError> {
-        let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let EvaluationPass { precision, storage, batch_size, length, loss_chunk_tokens, .. } = pass;
+        let (dry, tiers) = (Dry::new().standing_for(pass.device), Arc::new(LowerTiers::dry()));
         let settings = EvaluateSettings { precision, longest: length, loss_chunk_tokens };
         let own = Stage::part(spec, ranks.rank(), ranks.size());
         let mut evaluator = Evaluator::new(&dry, &tiers, own, settings, storage)?;
         evaluator.join(Box::new(ranks), spec);
         let micro_batch = MicroBatch {
-            weights: samples.then_some(&[]),
-            document_starts: samples.then_some(&[]),
+            weights: pass.samples.then_some(&[]),
+            document_starts: pass.samples.then_some(&[]),
             ..MicroBatch::new(&[], &[])
         };
         let mut before = Transferred::default();
@@ -314,12 +305,13 @@ impl DryRun {
 
     /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
     pub fn cached_evaluation(
+        device: DeviceTraits,
         spec: &ModelSpec,
         settings: DecodeSettings,
         storage: WeightStorage<'_>,
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
-        let (dry, tiers) = (Dry::new(), Arc::new(LowerTiers::dry()));
+        let (dry, tiers) = (Dry::new().standing_for(device), Arc::new(LowerTiers::dry()));
         let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
         decoder.load(nothing)?;
         let n = settings.context as usize;

@@ -56,7 +56,7 @@ pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, 
 pub use colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 pub use cost::RunCost;
 pub use divide::Division;
-pub use dry_run::DryRun;
+pub use dry_run::{DryRun, EvaluationPass};
 pub use expert_slots::ExpertReads;
 pub use explain::{ChosenBy, Explanation, Neighbour, Outcome, Planned};
 pub use export::{ExportError, ExportFormat, Exported};

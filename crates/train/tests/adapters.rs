@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use plimsoll_device::{Cpu, CpuOptions, DType, Device, IGNORED_TARGET};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, IGNORED_TARGET};
 use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::{Adapter, AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, Target, Transcoder};
 use plimsoll_parallel::DryRanks;
 use plimsoll_parallel::Solo;
-use plimsoll_plan::DryRun;
+use plimsoll_plan::{DryRun, EvaluationPass};
 use plimsoll_step::{
     Adapters, Checkpointing, EvaluateSettings, Evaluator, MicroBatch, NormSource, Precision, StepSettings,
     Trainer, TrainingMethod, UpdateTiming, WeightStorage,
@@ -105,8 +105,16 @@ fn losses_are_those_of_pytorch() {
         let length = case.tokens.len() as u64;
         let types = |_: &Parameter| DType::F32;
         let storage = WeightStorage { adapters: Some(set.layout()), ..WeightStorage::new(&types) };
-        let dry =
-            DryRun::evaluation((spec, DryRanks::new(0, 1)), Precision::F32, storage, 1, length, 64).unwrap();
+        let pass = EvaluationPass {
+            device: DeviceTraits::CPU,
+            precision: Precision::F32,
+            storage,
+            batch_size: 1,
+            length,
+            loss_chunk_tokens: 64,
+            samples: false,
+        };
+        let dry = DryRun::evaluation(spec, DryRanks::new(0, 1), pass).unwrap();
         let device = cpu(dry.peak_bytes());
         let mut evaluator = Evaluator::new(
             &device,

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use plimsoll_data::{EvalWindows, IGNORED_TARGET, targets};
-use plimsoll_device::{Cpu, CpuOptions, DType, Device};
+use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits};
 use plimsoll_generate::{GenerateError, Limits, Sampler, SamplerSettings, Session};
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelError, ModelFiles, Parameter};
 use plimsoll_parallel::DryRanks;
 use plimsoll_parallel::Solo;
-use plimsoll_plan::DryRun;
+use plimsoll_plan::{DryRun, EvaluationPass};
 use plimsoll_step::{
     Checkpointing, DecodeSettings, Decoder, EvaluateSettings, Evaluator, GradientClipping, MicroBatch,
     OptimizerSettings, Precision, StepError, StepSettings, Trainer, WeightStorage,
@@ -116,15 +116,16 @@ fn the_loss_of_a_text_is_that_of_the_reference() {
         let length = tokens.len();
         let spec = files.spec().clone();
         let types = |p: &Parameter| files.weights().inference_dtype(p, DType::F32);
-        let dry = DryRun::evaluation(
-            (&spec, DryRanks::new(0, 1)),
-            Precision::F32,
-            WeightStorage::new(&types),
-            1,
-            512,
-            512,
-        )
-        .unwrap();
+        let pass = EvaluationPass {
+            device: DeviceTraits::CPU,
+            precision: Precision::F32,
+            storage: WeightStorage::new(&types),
+            batch_size: 1,
+            length: 512,
+            loss_chunk_tokens: 512,
+            samples: false,
+        };
+        let dry = DryRun::evaluation(&spec, DryRanks::new(0, 1), pass).unwrap();
         let device = cpu(dry.peak_bytes());
         let mut evaluator = Evaluator::new(
             &device,

@@ -9,13 +9,14 @@ use plimsoll_memory::Tier;
 use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_parallel::{Collectives, Communicator, DryRanks};
-use plimsoll_plan::{DryRun, LoadLine, loss_chunk_tokens};
+use plimsoll_plan::{DryRun, EvaluationPass, loss_chunk_tokens};
 use plimsoll_step::{DecodeSettings, Decoder, MicroBatch};
 use serde_json::json;
 
 use crate::args::EvalArgs;
+use crate::card;
 use crate::failure::Failure;
-use crate::load_line::{PlannedProcess, load_line};
+use crate::load_line::PlannedProcess;
 use crate::output::outln;
 use crate::progress;
 use crate::ranks;
@@ -37,7 +38,6 @@ const CACHED_CHUNK_TOKENS: u64 = 128;
 struct Task<'t> {
     args: &'t EvalArgs,
     model: &'t Weights,
-    line: LoadLine,
     /// Each has some of the layers, and all go through the same windows.
     ranks: &'t dyn Communicator,
 }
@@ -46,6 +46,11 @@ impl Task<'_> {
     /// This rank without wires.
     fn dry(&self) -> DryRanks {
         DryRanks::new(self.ranks.rank(), self.ranks.size())
+    }
+
+    /// The machine, its threads started, and the card if one computes.
+    fn start(&self) -> Result<Engine, Failure> {
+        Ok(Engine::start(self.args.threads)?.with_card(card::open(self.args.device, self.ranks)?))
     }
 
     /// Whether nothing is said but what comes out, or not even that.
@@ -66,11 +71,10 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if args.sequence_length < 2 {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
-    let line = load_line(args.memory);
     let mut model = Weights::open(&args.weights, "evaluate", args.json || ranks.rank() > 0)?;
     model.divide(ranks)?;
     let model = &model;
-    let task = &Task { args, model, line, ranks };
+    let task = &Task { args, model, ranks };
     let cache = cache_type(args.kv_cache.as_deref())?;
     let Evaluated { loss, targets, streaming, planned } = match args.format.as_deref().filter(|f| *f != TEXT)
     {
@@ -82,7 +86,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
                 let tokenizer: Tokenizer = model.files.tokenizer()?;
                 EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
             };
-            let engine = Engine::start(args.threads)?;
+            let engine = task.start()?;
             match cache {
                 None => whole_windows(task, &engine, &windows)?,
                 Some(cache) => through_the_cache(task, &engine, cache, &windows)?,
@@ -93,7 +97,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         }
         Some(format) => {
             let samples = samples::read(args, model, format)?;
-            samples::measure(task, &Engine::start(args.threads)?, &samples)?
+            samples::measure(task, &task.start()?, &samples)?
         }
     };
     let mean = if targets > 0.0 { loss / targets } else { 0.0 };
@@ -131,9 +135,18 @@ fn whole_windows(task: &Task<'_>, engine: &Engine, windows: &EvalWindows) -> Res
     let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
     let chunk = |together| loss_chunk_tokens(files.spec().vocab_size, together * longest);
     let passes = Passes::plan(task, engine, most, |together, storage| {
-        DryRun::evaluation((files.spec(), task.dry()), precision, storage, together, longest, chunk(together))
+        let pass = EvaluationPass {
+            device: engine.traits(),
+            precision,
+            storage,
+            batch_size: together,
+            length: longest,
+            loss_chunk_tokens: chunk(together),
+            samples: false,
+        };
+        DryRun::evaluation(files.spec(), task.dry(), pass)
     })?;
-    let device = engine.device(&passes.dry_run, task.line)?;
+    let device = engine.device(&passes.dry_run, engine.line(task.args.memory))?;
     let (most, chunk) = (passes.together, chunk(passes.together));
     let (mut evaluator, streaming) = passes.evaluator(task, &*device, (longest, chunk))?;
 
@@ -184,9 +197,9 @@ fn through_the_cache(
     };
     let chunk = loss_chunk_tokens(files.spec().vocab_size, CACHED_CHUNK_TOKENS);
     let passes = Passes::plan(task, engine, 1, |_, storage| {
-        DryRun::cached_evaluation(model.own_spec(), settings, storage, chunk)
+        DryRun::cached_evaluation(engine.traits(), model.own_spec(), settings, storage, chunk)
     })?;
-    let device = engine.device(&passes.dry_run, task.line)?;
+    let device = engine.device(&passes.dry_run, engine.line(task.args.memory))?;
     let (tiers, streaming) = passes.tiers(task, &*device)?;
     let types = |p: &Parameter| model.weight_type(p);
     let storage = passes.storage(model, &types);

@@ -55,19 +55,23 @@ impl Passes {
 
     /// The same of this rank by itself.
     fn plan_alone(
-        Task { model, line, .. }: &Task<'_>,
+        Task { args, model, .. }: &Task<'_>,
         engine: &Engine,
         most: u64,
         run: &impl Fn(u64, WeightStorage<'_>) -> Result<DryRun, StepError>,
     ) -> Result<Passes, Failure> {
         let types = |p: &Parameter| model.weight_type(p);
         let run = |together, residency| run(together, model.storage(&types, residency));
-        let stream_bytes = streaming_overhead_bytes(model.own_spec(), model.storage(&types, None));
-        let mut left = PlanningRoom::below(*line);
+        // What streams to a card passes through the host's memory.
+        let stream_bytes = match engine.card {
+            Some(_) => 0,
+            None => streaming_overhead_bytes(model.own_spec(), model.storage(&types, None)),
+        };
+        let mut left = PlanningRoom::below(engine.line(args.memory));
         loop {
             // What planning leaves behind is no part of what evaluation needs.
             release_free_heap();
-            let room = left.bytes(engine.overhead_bytes());
+            let room = left.bytes(engine.overhead_of_what_computes()?);
             let mut found = None;
             for together in halves(most) {
                 let dry_run = run(together, None)?;
@@ -102,7 +106,7 @@ impl Passes {
             release_free_heap();
             let Some((together, residency, dry_run)) = found else { continue };
             let models = dry_run.peak_bytes().saturating_add(residency.map_or(0, |_| stream_bytes));
-            if let Some(planned) = left.settle(models, engine.overhead_bytes())? {
+            if let Some(planned) = left.settle(models, engine.overhead_of_what_computes()?)? {
                 return Ok(Passes { together, residency, dry_run, planned });
             }
         }

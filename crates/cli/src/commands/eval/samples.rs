@@ -4,7 +4,7 @@
 use plimsoll_data::Dataset;
 use plimsoll_parallel::Collectives;
 use plimsoll_plan::config::{ConfigError, RawConfig};
-use plimsoll_plan::{DryRun, loss_chunk_tokens};
+use plimsoll_plan::{DryRun, EvaluationPass, loss_chunk_tokens};
 use plimsoll_train::{micro_batch, sample_encoder};
 
 use super::passes::Passes;
@@ -52,16 +52,18 @@ pub(super) fn measure(task: &Task<'_>, engine: &Engine, samples: &Dataset) -> Re
     let most = (TOKENS_PER_PASS / length.max(1)).clamp(1, samples.windows().max(1));
     let chunk = |together: u64| loss_chunk_tokens(files.spec().vocab_size, together.saturating_mul(length));
     let passes = Passes::plan(task, engine, most, |together, storage| {
-        DryRun::evaluation_of_samples(
-            (files.spec(), task.dry()),
+        let pass = EvaluationPass {
+            device: engine.traits(),
             precision,
             storage,
-            together,
+            batch_size: together,
             length,
-            chunk(together),
-        )
+            loss_chunk_tokens: chunk(together),
+            samples: true,
+        };
+        DryRun::evaluation(files.spec(), task.dry(), pass)
     })?;
-    let device = engine.device(&passes.dry_run, task.line)?;
+    let device = engine.device(&passes.dry_run, engine.line(task.args.memory))?;
     let (most, chunk) = (passes.together, chunk(passes.together));
     let (mut evaluator, streaming) = passes.evaluator(task, &*device, (length, chunk))?;
     let bar = progress::counter(samples.windows(), "windows", task.quiet());
