@@ -64,6 +64,21 @@ fn every_family_trains_is_saved_and_loads_again() {
     }
 }
 
+#[test]
+fn what_is_said_of_experts_needs_some() {
+    let folder = folder();
+    for set in
+        ["training.router_z_loss_coef=0.001", "training.expert_capacity_factor=1.5", "memory.expert_slots=4"]
+    {
+        let output = plimsoll(folder.path(), &["plan", "c.yaml", "--set", set]);
+        let (key, _) = set.split_once('=').unwrap();
+        let error = text(&output.stderr);
+        assert!(error.contains(&format!("{key} is about experts, and the model has none")), "{error}");
+        assert_eq!(output.status.code(), Some(2));
+    }
+    ok(folder.path(), &["plan", "c.yaml", "--set", "training.router_z_loss_coef=0"]);
+}
+
 /// Experts without matrices, with a capacity: the run takes what was planned, and its model loads, answers, and is no GGUF.
 #[test]
 fn moe_plus_plus_trains_is_saved_and_answers() {

@@ -59,6 +59,12 @@ pub enum StepError {
         /// What would work.
         remedy: &'static str,
     },
+    /// A key about experts, of a model without any.
+    #[error("{key} is about experts, and the model has none; leave it out")]
+    NoExperts {
+        /// The key of the configuration.
+        key: &'static str,
+    },
     /// Ranks that share products cannot have as much of each.
     #[error(
         "{what}, of which the model has {size}, are not divisible by {ranks} ranks; set parallel.tensor_parallel to a divisor"

@@ -4,7 +4,7 @@ use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Linears, LossScaling, NormSource, Offload, Precision,
-    Ranks, RouterTraining, StepSettings, TrainingMethod, UpdateTiming,
+    Ranks, RouterTraining, StepError, StepSettings, TrainingMethod, UpdateTiming,
 };
 
 use super::choice::sequences;
@@ -106,6 +106,27 @@ fn router_training(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod
         jitter: training.router_jitter_noise() as f32,
         capacity: training.expert_capacity_factor,
         correction_speed: if experts.router.correction { speed } else { 0.0 },
+    }
+}
+
+/// Refuses what is said of experts where the model has none: nobody would see that it does nothing.
+///
+/// # Errors
+/// The first key that is set to something.
+pub(crate) fn check_experts(config: &RawConfig, spec: &ModelSpec) -> Result<(), StepError> {
+    let training = &config.training;
+    let is_set = |value: Option<f64>| value.is_some_and(|value| value > 0.0);
+    let keys = [
+        ("training.router_aux_loss_coef", is_set(training.router_aux_loss_coef().set())),
+        ("training.router_z_loss_coef", is_set(Some(training.router_z_loss_coef()))),
+        ("training.router_jitter_noise", is_set(Some(training.router_jitter_noise()))),
+        ("training.expert_capacity_factor", training.expert_capacity_factor.is_some()),
+        ("training.router_bias_update_speed", is_set(training.router_bias_update_speed().set())),
+        ("memory.expert_slots", config.memory.expert_slots().set().is_some_and(|slots| slots > 0)),
+    ];
+    match keys.into_iter().find(|(_, is_set)| *is_set && spec.experts.is_none()) {
+        Some((key, _)) => Err(StepError::NoExperts { key }),
+        None => Ok(()),
     }
 }
 
