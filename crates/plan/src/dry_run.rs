@@ -1,24 +1,25 @@
 //! Runs the step program dry: the exact memory of a job and its arithmetic, in milliseconds.
 
+mod evaluating;
 mod fold;
+mod generating;
 mod unfold;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Clock, DType, Device, DeviceTraits, Dry, IGNORED_TARGET, Tally, Times, Transferred};
+use plimsoll_device::{Clock, DType, Device, DeviceTraits, Dry, Tally, Times, Transferred};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{AtPeak, Ledger, TagBytes};
 use plimsoll_model::{ModelSpec, Parameter};
-use plimsoll_parallel::{Communicator, DryRanks};
-use plimsoll_step::{
-    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, Stage, StepError,
-    StepSettings, Trainer, UpdateTiming, WeightStorage,
-};
+use plimsoll_parallel::DryRanks;
+use plimsoll_step::{MicroBatch, StepError, StepSettings, Trainer, UpdateTiming};
 
+pub use self::evaluating::EvaluationPass;
 use self::fold::Fold;
+pub(crate) use self::generating::tokens_that_tell;
 use self::unfold::{Unfolded, unfolded};
-use crate::{Network, PassFootprint, Rates};
+use crate::{Network, Rates};
 
 /// What a dry run found out.
 #[derive(Clone, Debug)]
@@ -46,25 +47,6 @@ pub(crate) struct AtRest {
     pub device: u64,
     /// Of the disk.
     pub disk: u64,
-}
-
-/// What an evaluation takes at a time, and where.
-#[derive(Clone, Copy)]
-pub struct EvaluationPass<'a> {
-    /// What the device is like.
-    pub device: DeviceTraits,
-    /// Types of weights and activations.
-    pub precision: Precision,
-    /// How the weights are held.
-    pub storage: WeightStorage<'a>,
-    /// Sequences.
-    pub batch_size: u64,
-    /// Tokens of each.
-    pub length: u64,
-    /// Tokens whose logits exist at once.
-    pub loss_chunk_tokens: u64,
-    /// Whether sequences are windows of samples: targets have weights, and samples see nothing of each other.
-    pub samples: bool,
 }
 
 /// A training step, and what it takes to find it in a trace.
@@ -275,148 +257,6 @@ impl DryRun {
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })
     }
 
-    /// One evaluation pass through the layers that a rank has of the model.
-    pub fn evaluation(
-        spec: &ModelSpec,
-        ranks: DryRanks,
-        pass: EvaluationPass<'_>,
-    ) -> Result<DryRun, StepError> {
-        let EvaluationPass { precision, storage, batch_size, length, loss_chunk_tokens, .. } = pass;
-        let (dry, tiers) = (Dry::new().standing_for(pass.device), Arc::new(LowerTiers::dry()));
-        let settings = EvaluateSettings { precision, longest: length, loss_chunk_tokens };
-        let own = Stage::part(spec, ranks.rank(), ranks.size());
-        let mut evaluator = Evaluator::new(&dry, &tiers, own, settings, storage)?;
-        evaluator.join(Box::new(ranks), spec);
-        let micro_batch = MicroBatch {
-            weights: pass.samples.then_some(&[]),
-            document_starts: pass.samples.then_some(&[]),
-            ..MicroBatch::new(&[], &[])
-        };
-        let mut before = Transferred::default();
-        if storage.offload.is_some() {
-            // What a pass reads once the one before it has prefetched its beginning.
-            evaluator.losses(batch_size, &micro_batch)?;
-            before = dry.moved();
-        }
-        dry.take_tally();
-        evaluator.losses(batch_size, &micro_batch)?;
-        Ok(DryRun::of(&dry, &tiers, dry.tally(), dry.moved().less(before)))
-    }
-
-    /// The losses of a sequence as long as the context, in chunks that read each other from the cache.
-    pub fn cached_evaluation(
-        device: DeviceTraits,
-        spec: &ModelSpec,
-        settings: DecodeSettings,
-        storage: WeightStorage<'_>,
-        loss_chunk_tokens: u64,
-    ) -> Result<DryRun, StepError> {
-        let (dry, tiers) = (Dry::new().standing_for(device), Arc::new(LowerTiers::dry()));
-        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
-        decoder.load(nothing)?;
-        let n = settings.context as usize;
-        let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
-        dry.take_tally();
-        decoder.append_losses(&MicroBatch::new(&tokens, &targets), loss_chunk_tokens)?;
-        Ok(DryRun::of(&dry, &tiers, dry.tally(), dry.moved()))
-    }
-
-    /// A prompt of `prompt_tokens` in each sequence and a token after it in all of them, with weights as `storage` says; the tally
-    /// is that of the token.
-    pub fn generation(
-        spec: &ModelSpec,
-        settings: DecodeSettings,
-        storage: WeightStorage<'_>,
-        prompt_tokens: u64,
-    ) -> Result<DryRun, StepError> {
-        DryRun::generation_for(DeviceTraits::CPU, spec, settings, storage, prompt_tokens)
-    }
-
-    /// The same on a device of these traits.
-    pub fn generation_for(
-        device: DeviceTraits,
-        spec: &ModelSpec,
-        settings: DecodeSettings,
-        storage: WeightStorage<'_>,
-        prompt_tokens: u64,
-    ) -> Result<DryRun, StepError> {
-        let dry = Dry::new().standing_for(device);
-        let tiers = Arc::new(LowerTiers::dry());
-        let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
-        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        append_prompts(&mut decoder, settings, prompt, prompt)?;
-        let (mut tally, mut moved) = (dry.take_tally(), dry.moved());
-        if prompt < settings.context {
-            append_tokens(&mut decoder, settings)?;
-            (tally, moved) = (dry.take_tally(), dry.moved().less(moved));
-        }
-        Ok(DryRun::of(&dry, &tiers, tally, moved))
-    }
-
-    /// The peak of [`generation_for`](Self::generation_for) and what a token brings, in a time that does not grow with the prompt:
-    /// passes of one length take the same memory.
-    pub fn generation_footprint(
-        device: DeviceTraits,
-        spec: &ModelSpec,
-        settings: DecodeSettings,
-        storage: WeightStorage<'_>,
-        prompt_tokens: u64,
-    ) -> Result<PassFootprint, StepError> {
-        let dry = Dry::new().standing_for(device);
-        let tiers = Arc::new(LowerTiers::dry());
-        let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
-        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        let passes = tokens_that_tell(prompt, settings.prompt_chunk_tokens);
-        append_prompts(&mut decoder, settings, passes, passes)?;
-        let mut before = Transferred::default();
-        if prompt < settings.context {
-            before = dry.moved();
-            append_tokens(&mut decoder, settings)?;
-        }
-        let Transferred { read, copied_in, .. } = dry.moved().less(before);
-        Ok(PassFootprint {
-            peak_bytes: dry.arena().high_water(),
-            read_bytes: read.max(copied_in),
-            host_bytes: tiers.host().high_water(),
-            disk_bytes: tiers.disk().high_water(),
-        })
-    }
-
-    /// What a prompt of so many tokens takes that finds an empty cache, and what a token of all sequences takes after prompts of so many,
-    /// on a machine of these rates; the peaks are those of a device that does nothing else.
-    pub fn timed_generation(
-        rates: &Rates,
-        spec: &ModelSpec,
-        settings: DecodeSettings,
-        storage: WeightStorage<'_>,
-        prompt_tokens: u64,
-    ) -> Result<[DryRun; 2], StepError> {
-        let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        let timed = |run: &dyn Fn(&mut Decoder<'_>) -> Result<(), StepError>, warm: bool| {
-            let dry = Dry::new().standing_for(rates.wiring.device).timed(Clock::new(*rates));
-            let tiers = Arc::new(LowerTiers::dry());
-            let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
-            let times = || dry.clock().map(Clock::times).unwrap_or_default();
-            if warm {
-                // A pass begins to bring what the next one begins with.
-                run(&mut decoder)?;
-            }
-            let (before, moved) = (times(), dry.moved());
-            dry.take_tally();
-            run(&mut decoder)?;
-            let times = times().since(before);
-            let (tally, moved) = (dry.take_tally(), dry.moved().less(moved));
-            Ok::<_, StepError>(DryRun { times: Some(times), ..DryRun::of(&dry, &tiers, tally, moved) })
-        };
-        let run_prompt = |decoder: &mut Decoder<'_>| append_prompts(decoder, settings, prompt, 0);
-        let run_token = |decoder: &mut Decoder<'_>| {
-            let before = prompt.min(settings.context.saturating_sub(1));
-            (0..sequences(settings)).try_for_each(|sequence| decoder.suppose(sequence, before))?;
-            append_tokens(decoder, settings)
-        };
-        Ok([timed(&run_prompt, false)?, timed(&run_token, true)?])
-    }
-
     fn of(dry: &Dry, tiers: &LowerTiers, tally: Tally, moved: Transferred) -> DryRun {
         let (host, disk) = (tiers.host().end_record(), tiers.disk().end_record());
         let (ledger, times, updates) = (dry.arena().end_record(), None, Times::default());
@@ -447,63 +287,6 @@ impl DryRun {
     pub fn tags_at_peak(&self) -> TagBytes {
         self.at_peak().by_tag
     }
-}
-
-/// A decoder that computes nothing.
-fn dry_decoder<'d>(
-    dry: &'d Dry,
-    tiers: &Arc<LowerTiers>,
-    spec: &ModelSpec,
-    settings: DecodeSettings,
-    storage: WeightStorage<'_>,
-) -> Result<Decoder<'d>, StepError> {
-    let mut decoder = Decoder::new(dry, tiers, spec.clone(), settings, storage)?;
-    decoder.load(nothing)?;
-    Ok(decoder)
-}
-
-fn sequences(settings: DecodeSettings) -> u32 {
-    u32::try_from(settings.sequences.max(1)).unwrap_or(u32::MAX)
-}
-
-/// Tokens of a prompt that take as much memory as all of it, in passes of `chunk`: those of a whole pass and of what is left after the
-/// last whole one. Passes of one length take the same, and logits come after the last pass alone.
-pub(crate) fn tokens_that_tell(prompt: u64, chunk: u64) -> u64 {
-    let chunk = chunk.max(1);
-    if prompt > chunk { chunk + prompt % chunk } else { prompt }
-}
-
-/// A prompt in the first sequence; the others have so many tokens by then, from passes that take the same, or as many as the pages
-/// allow that all share.
-fn append_prompts(
-    decoder: &mut Decoder<'_>,
-    settings: DecodeSettings,
-    prompt: u64,
-    others: u64,
-) -> Result<(), StepError> {
-    decoder.append(&vec![0; prompt as usize])?;
-    for sequence in 1..sequences(settings) {
-        let later = (sequence + 1..sequences(settings)).map(|later| (later, 1));
-        let fits = |tokens: u64| {
-            let all: Vec<(u32, u64)> = later.clone().chain([(sequence, tokens + 1), (0, 1)]).collect();
-            decoder.has_pages_for(&all)
-        };
-        let own = if fits(others) { others } else { 0 };
-        decoder.suppose(sequence, own)?;
-    }
-    Ok(())
-}
-
-/// A token in every sequence, with as many behind it as are verified at once.
-fn append_tokens(decoder: &mut Decoder<'_>, settings: DecodeSettings) -> Result<(), StepError> {
-    let tokens = vec![0; settings.drafted_tokens.saturating_add(1).min(settings.context) as usize];
-    let most = settings.context.saturating_sub(tokens.len() as u64);
-    for sequence in (0..sequences(settings)).filter(|_| settings.drafted_tokens > 0) {
-        decoder.suppose(sequence, decoder.len_of(sequence).min(most))?;
-    }
-    let runs: Vec<(u32, &[u32])> =
-        (0..sequences(settings)).map(|sequence| (sequence, tokens.as_slice())).collect();
-    decoder.decode(&runs).map(drop)
 }
 
 /// A batch of any size, for a device without memory.
