@@ -515,7 +515,8 @@ mod x86 {
         #[inline(always)]
         unsafe fn move_bits([first, second]: [__m256i; 2], right: [i32; 2]) -> [__m256i; 2] {
             unsafe {
-                let right = right.map(|by| (_mm_cvtsi32_si128(by.max(0)), _mm_cvtsi32_si128((-by).max(0))));
+                let by = |by: i32| (_mm_cvtsi32_si128(by.max(0)), _mm_cvtsi32_si128((-by).max(0)));
+                let right = [by(right[0]), by(right[1])];
                 let [(a, b), (c, d)] = right;
                 [
                     _mm256_sll_epi16(_mm256_srl_epi16(first, a), b),
@@ -624,8 +625,12 @@ mod x86 {
         unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
             unsafe {
                 let r = |i: usize| rows[i].0;
-                let low = [0, 2, 4, 6].map(|i| _mm256_unpacklo_ps(r(i), r(i + 1)));
-                let high = [0, 2, 4, 6].map(|i| _mm256_unpackhi_ps(r(i), r(i + 1)));
+                // By loops, which are part of this function; `map` would be a call.
+                let (mut low, mut high) = ([_mm256_setzero_ps(); 4], [_mm256_setzero_ps(); 4]);
+                for (i, (low, high)) in low.iter_mut().zip(&mut high).enumerate() {
+                    *low = _mm256_unpacklo_ps(r(2 * i), r(2 * i + 1));
+                    *high = _mm256_unpackhi_ps(r(2 * i), r(2 * i + 1));
+                }
                 // quads[q][h] holds columns q and q + 4 of rows 4 h to 4 h + 3.
                 let quad = |h: usize| {
                     let (l0, l1, h0, h1) = (low[2 * h], low[2 * h + 1], high[2 * h], high[2 * h + 1]);
@@ -878,7 +883,11 @@ mod x86 {
         #[inline(always)]
         unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
             unsafe {
-                let mut t = rows.map(|row| row.0);
+                // By a loop, which is part of this function; `map` would be a call.
+                let mut t = [_mm512_setzero_ps(); MAX_LANES];
+                for (t, row) in t.iter_mut().zip(rows.iter()) {
+                    *t = row.0;
+                }
                 // Inside 128-bit lanes: quads of four rows, t[4 g + q] holding columns q, q + 4, q + 8, q + 12.
                 for g in 0..4 {
                     let [a, b, c, d] = [t[4 * g], t[4 * g + 1], t[4 * g + 2], t[4 * g + 3]];
