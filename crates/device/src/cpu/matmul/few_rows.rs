@@ -49,8 +49,7 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let fits = |rows: &usize| padded_rows(*rows) * row_bytes <= common.bytes;
     let group = [MAX_ROWS, 16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
     let column_bytes = b.dtype.bytes_for(b.stride as u64).unwrap_or(0) as usize;
-    // Whole groups of the columns that kernels take at a time.
-    let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(12);
+    let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(4);
     for first in (0..a.count).step_by(group) {
         let a = a.part(first..a.count.min(first + group));
         let c_bytes = c.dtype.block_bytes() as usize;
@@ -214,32 +213,17 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
                 scales.write(S::scales(*place));
             }
             for start in (0..block).step_by(S::CHUNK) {
-                let at_row = |at: usize| row.add((start + at) / E::K_PER_UNIT);
-                if R == 1 {
-                    // A column after the other, which takes fewest registers.
-                    for (j, (place, scales)) in columns.iter().zip(&scales).enumerate() {
-                        let mut vectors = [E::V::splat(0.0); MAX_VECTORS];
-                        S::chunk(*place, start, scales.assume_init_ref(), &mut vectors);
-                        for at in (0..S::CHUNK).step_by(whole) {
-                            let bf16 = S::bf16_at(*place, start + at);
-                            let column = E::along(Read { vectors: &vectors, at, bf16 });
-                            sums[0][j] = E::multiply_add(sums[0][j], E::V::load(at_row(at)), column);
+                for (j, (place, scales)) in columns.iter().zip(&scales).enumerate() {
+                    let mut vectors = [E::V::splat(0.0); MAX_VECTORS];
+                    S::chunk(*place, start, scales.assume_init_ref(), &mut vectors);
+                    for at in (0..S::CHUNK).step_by(whole) {
+                        let bf16 = S::bf16_at(*place, start + at);
+                        let column = E::along(Read { vectors: &vectors, at, bf16 });
+                        let row = row.add((start + at) / E::K_PER_UNIT);
+                        for (i, sums) in sums.iter_mut().enumerate() {
+                            sums[j] = E::multiply_add(sums[j], E::V::load(row.add(i * units)), column);
                         }
                     }
-                    continue;
-                }
-                // All columns beside each other, so that each vector of a row is loaded once for them.
-                let mut chunks = [[E::V::splat(0.0); MAX_VECTORS]; N];
-                for ((chunk, place), scales) in chunks.iter_mut().zip(&columns).zip(&scales) {
-                    S::chunk(*place, start, scales.assume_init_ref(), chunk);
-                }
-                for at in (0..S::CHUNK).step_by(whole) {
-                    let mut vectors = [E::V::splat(0.0); N];
-                    for ((vector, chunk), place) in vectors.iter_mut().zip(&chunks).zip(&columns) {
-                        let bf16 = S::bf16_at(*place, start + at);
-                        *vector = E::along(Read { vectors: chunk, at, bf16 });
-                    }
-                    add_products::<E, R, N>(&mut sums, at_row(at), units, vectors);
                 }
             }
             for place in &mut columns {

@@ -56,11 +56,9 @@ impl Kernels {
     }
 }
 
-/// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile; `together` is how many columns of B
-/// share the loads of 8 rows, whose sums and theirs should fit in the registers.
+/// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile.
 macro_rules! kernels {
-    ($module:ident, $engine:ty, [$($rows:literal),*] of $height:literal, $vectors:literal, $together:literal
-     $(, $features:literal)?) => {
+    ($module:ident, $engine:ty, [$($rows:literal),*] of $height:literal, $vectors:literal $(, $features:literal)?) => {
         mod $module {
             use super::*;
 
@@ -121,7 +119,7 @@ macro_rules! kernels {
                         0..=1 => by_storage!(task.b.dtype, stored_columns::<[], 1, 4>(task)),
                         2 => by_storage!(task.b.dtype, stored_columns::<[], 2, 4>(task)),
                         3..=4 => by_storage!(task.b.dtype, stored_columns::<[], 4, 4>(task)),
-                        _ => by_storage!(task.b.dtype, stored_columns::<[], 8, $together>(task)),
+                        _ => by_storage!(task.b.dtype, stored_columns::<[], 8, 2>(task)),
                     }
                 }
             }
@@ -156,30 +154,30 @@ macro_rules! kernels {
 
 // On aarch64 32 registers of four lanes take 8 rows by 2 vectors with ease; baseline x86-64 has 16 registers.
 #[cfg(target_arch = "aarch64")]
-kernels!(portable_single, Single<Portable>, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3, 2);
+kernels!(portable_single, Single<Portable>, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
 #[cfg(target_arch = "aarch64")]
-kernels!(portable_rounded, Rounded<Portable>, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3, 2);
+kernels!(portable_rounded, Rounded<Portable>, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
 #[cfg(not(target_arch = "aarch64"))]
-kernels!(portable_single, Single<Portable>, [1, 2, 3, 4] of 4, 2, 2);
+kernels!(portable_single, Single<Portable>, [1, 2, 3, 4] of 4, 2);
 #[cfg(not(target_arch = "aarch64"))]
-kernels!(portable_rounded, Rounded<Portable>, [1, 2, 3, 4] of 4, 2, 2);
+kernels!(portable_rounded, Rounded<Portable>, [1, 2, 3, 4] of 4, 2);
 
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2_single, Single<Avx2>, [1, 2, 3, 4, 5, 6] of 6, 2, 2, "avx2,fma,f16c");
+kernels!(avx2_single, Single<Avx2>, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2_rounded, Rounded<Avx2>, [1, 2, 3, 4, 5, 6] of 6, 2, 2, "avx2,fma,f16c");
+kernels!(avx2_rounded, Rounded<Avx2>, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_single, Single<Avx512>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2, 3,
+    avx512_single, Single<Avx512>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_rounded, Rounded<Avx512>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2, 3,
+    avx512_rounded, Rounded<Avx512>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_pairs, Pairs, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2, 3,
+    avx512_pairs, Pairs, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"
 );
