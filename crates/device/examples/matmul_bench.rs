@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
 //! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training, and names of types after it are
-//! those of the weights; with `frozen` in its place there are only products of a batch with frozen weights of every type.
+//! those of the weights; with `frozen` in its place there are only products of a batch, and of a prompt, with frozen weights of every
+//! type.
 //! The peak is measured in the same run by a loop of multiply-adds that touches no memory.
 //! Numbers are medians; y = x W^T is `fwd`, dx = dy W is `dx`, dW = dy^T x is `dw`.
 
@@ -120,29 +121,35 @@ impl Bench {
         Ok((2 * tokens * inputs * outputs) as f64 / seconds)
     }
 
-    /// y = x W^T and dx = dy W of 512 tokens with weights of every type, as parts of the speed with bf16 ones.
+    /// y = x W^T and dx = dy W of a batch in bf16 and of a prompt in f32, with weights of every type.
     fn frozen(&self) -> Result<(), Box<dyn Error>> {
-        const SHAPES: [[usize; 3]; 4] =
-            [[512, 576, 576], [512, 576, 1536], [512, 1536, 576], [512, 4096, 4096]];
-        println!("512 tokens, GFLOP/s and as a part of that with bf16 weights: fwd, dx of each shape");
+        self.frozen_of(512, DType::Bf16, Compute::Bf16)?;
+        self.frozen_of(256, DType::F32, Compute::F32)
+    }
+
+    /// With so many tokens, as parts of the speed with weights of the type of the activations.
+    fn frozen_of(&self, tokens: usize, plain: DType, compute: Compute) -> Result<(), Box<dyn Error>> {
+        const SHAPES: [[usize; 2]; 4] = [[576, 576], [576, 1536], [1536, 576], [4096, 4096]];
+        println!(
+            "{tokens} tokens, GFLOP/s and as a part of that with {plain} weights: fwd, dx of each shape"
+        );
         let mut first = Vec::new();
-        for dtype in [DType::Bf16].into_iter().chain(DType::ALL.into_iter().filter(|dtype| dtype.is_block()))
-        {
+        for dtype in [plain].into_iter().chain(DType::ALL.into_iter().filter(|dtype| dtype.is_block())) {
             print!("{dtype:8}");
             let mut rates = Vec::new();
-            for [tokens, inputs, outputs] in SHAPES {
+            for [inputs, outputs] in SHAPES {
                 // Whole blocks of every type.
                 let inputs = if dtype.row_multiple() == 256 { inputs.next_multiple_of(256) } else { inputs };
-                let x = Matrix::new(DType::Bf16, tokens, inputs)?;
+                let x = Matrix::new(plain, tokens, inputs)?;
                 let weight = Matrix::new(dtype, outputs, inputs)?;
-                let y = Matrix::new(DType::Bf16, tokens, outputs)?;
+                let y = Matrix::new(plain, tokens, outputs)?;
                 for (a, b, c) in [
                     (x.operand(), weight.transposed(), y.output()),
                     (y.operand(), weight.operand(), x.output()),
                 ] {
                     let seconds = median(|| {
                         // SAFETY: three different matrices of the sizes described.
-                        unsafe { matmul(&self.pool, self.isa, Compute::Bf16, a, b, c, false) }
+                        unsafe { matmul(&self.pool, self.isa, compute, a, b, c, false) }
                     });
                     let rate = (2 * tokens * inputs * outputs) as f64 / seconds;
                     let part = first.get(rates.len()).map_or(1.0, |first| rate / first);

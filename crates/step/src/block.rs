@@ -112,6 +112,17 @@ pub(crate) fn infer<K>(
     Ok(out.stream)
 }
 
+/// The part of [`infer`] that leaves keys and values, where nothing else is asked for.
+pub(crate) fn infer_keys(
+    ctx: &Context<'_>,
+    weights: &BlockWeights,
+    input: &Tensor,
+    keep: impl FnOnce(&Qkv) -> Result<(), StepError>,
+) -> Result<(), StepError> {
+    let normed = before(ctx, Norms::of(ctx, weights)?.attention, input)?;
+    keep(&attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?)
+}
+
 /// dx `[N, H]` holds the gradient of the block's output and becomes that of its input; weight gradients are added.
 pub(crate) fn backward(
     ctx: &Context<'_>,

@@ -355,7 +355,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// The residual stream [n, H] after the last block, for the `n` tokens of some runs, which are put into the cache; `with_head`
-    /// where the head comes next. `None` where it has gone to the next stage.
+    /// where the head comes next. `None` where it has gone to the next stage, or nobody asks for it.
     fn forward(
         &mut self,
         tokens: &[u32],
@@ -380,11 +380,19 @@ impl<'a> Decoder<'a> {
             false => self.received(&ctx, &ids)?,
         };
         self.cache.begin(runs)?;
+        let layers = self.spec.layers().count() as u32;
         for (place, layer) in (0..).zip(self.spec.layers()) {
             device.enter(Phase::Generate, Some(layer));
             let weights = self.weights.gather(BlockId::Layer(layer))?;
             let (ctx, cache) = (ctx.layer(layer), &mut self.cache);
-            x = block::infer(&ctx, &weights, x, |qkv, sinks| cache.attend(&ctx, place, runs, (qkv, sinks)))?;
+            if part.head && !with_head && place + 1 == layers {
+                // Nobody asks what comes out of the last layer: later tokens see its keys and values alone.
+                block::infer_keys(&ctx, &weights, &x, |qkv| cache.put(place, runs, qkv))?;
+            } else {
+                x = block::infer(&ctx, &weights, x, |qkv, sinks| {
+                    cache.attend(&ctx, place, runs, (qkv, sinks))
+                })?;
+            }
             drop(weights);
             self.weights.release(Unit::Layer(layer), false);
         }
@@ -396,7 +404,7 @@ impl<'a> Decoder<'a> {
             }
         }
         if part.head {
-            return Ok(Some(x));
+            return Ok(with_head.then_some(x));
         }
         if let Some(stages) = &self.stages {
             let next = Some((stages.rank() + 1, &x));

@@ -245,7 +245,22 @@ impl<'a> KvCache<'a> {
         Ok((out, sums))
     }
 
-    /// The same of a layer whose sequences share pages: all runs at once.
+    /// Puts the keys and values of every run into the cache of a layer, and attends to nothing.
+    pub fn put(&mut self, layer: u32, runs: &[Run], qkv: &Qkv) -> Result<(), StepError> {
+        if let (Some(_), Some([k, v])) = (&self.pages, self.pooled.get(&layer)) {
+            return self.write_rows([k, v], qkv);
+        }
+        let mut first = 0;
+        for run in runs {
+            let own = |x: &Tensor| rows(x, first, first + run.tokens);
+            drop(self.write(layer, *run, &own(&qkv.k)?, &own(&qkv.v)?)?);
+            self.leave((layer, run.sequence))?;
+            first += run.tokens;
+        }
+        Ok(())
+    }
+
+    /// [`attend`](Self::attend) of a layer whose sequences share pages: all runs at once.
     fn attend_pages(
         &self,
         ctx: &Context<'_>,
@@ -255,10 +270,8 @@ impl<'a> KvCache<'a> {
         qkv: &Qkv,
         out: &Tensor,
     ) -> Result<Tensor, StepError> {
-        let (device, head_dim) = (self.device, self.head_dim);
-        for (x, cache) in [(&qkv.k, k), (&qkv.v, v)] {
-            device.run(Attention::WriteRows { x, cache, rows: &self.new_rows, head_dim })?;
-        }
+        let device = self.device;
+        self.write_rows([k, v], qkv)?;
         let parts = runs.iter().flat_map(|run| run.parts().map(|part| (run.sequence, part)));
         let paged: Vec<PagedRun<'_>> = parts
             .map(|(sequence, (q_len, kv_len))| PagedRun { q_len, kv_len, pages: pages.of(sequence) })
@@ -276,6 +289,15 @@ impl<'a> KvCache<'a> {
             compute: ctx.compute,
         })?;
         Ok(lse)
+    }
+
+    /// Puts the keys and values of all runs in the pages of a layer.
+    fn write_rows(&self, [k, v]: [&Tensor; 2], qkv: &Qkv) -> Result<(), StepError> {
+        for (x, cache) in [(&qkv.k, k), (&qkv.v, v)] {
+            let (rows, head_dim) = (&self.new_rows, self.head_dim);
+            self.device.run(Attention::WriteRows { x, cache, rows, head_dim })?;
+        }
+        Ok(())
     }
 
     /// Puts keys and values `[N, kv_heads * D]` of a run in their rows of a layer, and gives back all that it holds,

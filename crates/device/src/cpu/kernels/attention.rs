@@ -17,7 +17,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::math::exp;
-use super::simd::{LANES, per_isa, sum_lanes};
+use super::simd::{LANES, max_of_lanes, per_isa, sum_lanes};
 use super::split::{Shared, Split};
 use super::{Exec, Floats, FloatsMut, Simd};
 use crate::cpu::matmul::{Operand, Output, SCRATCH_BYTES as MATMUL_SCRATCH_BYTES, matmul_serial};
@@ -357,14 +357,16 @@ per_isa! {
 #[inline(always)]
 fn row_max_body<const FMA: bool>(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
-    let chunks = x.chunks_exact(LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
+    let mut chunks = x.chunks_exact(LANES);
+    for chunk in &mut chunks {
         for (lane, value) in lanes.iter_mut().zip(chunk) {
             *lane = if *value > *lane { *value } else { *lane };
         }
     }
-    rest.iter().chain(&lanes).fold(f32::NEG_INFINITY, |best, value| best.max(*value))
+    for (lane, value) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = if *value > *lane { *value } else { *lane };
+    }
+    max_of_lanes(lanes)
 }
 
 per_isa! {

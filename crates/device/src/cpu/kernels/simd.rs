@@ -45,6 +45,20 @@ pub(super) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
     (halves[0] + halves[2]) + (halves[1] + halves[3])
 }
 
+/// The largest of the lanes, none of which is NaN. A call, as above.
+#[inline(never)]
+pub(super) fn max_of_lanes(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        let (lower, upper) = lanes.split_at_mut(width);
+        for (lane, other) in lower.iter_mut().zip(upper) {
+            *lane = if *other > *lane { *other } else { *lane };
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
 /// Declares a function `name(simd, arguments)` that runs `body::<FMA>(arguments)` compiled for the instruction set.
 ///
 /// `body` must be `#[inline(always)]`, as must all that it calls: only what is inlined is compiled for the set.

@@ -12,7 +12,7 @@ use super::engine::Engine;
 use super::pack::{Lines, along_end};
 use super::storage::{self, At, GROUP, Read, Storage};
 use super::tile::{LINE, prefetch};
-use super::vector::{MAX_LANES, MAX_VECTORS, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
+use super::vector::{MAX_LANES, MAX_VECTORS, SUMS, Vector, bf16_bits, bf16_value, f16_bits, f16_value};
 use super::{Dithered, Output, Product};
 use crate::DType;
 use crate::cpu::kernels::Dither;
@@ -172,6 +172,13 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
                         }
                     }
                 }
+                if count == N && c.dtype == DType::F32 && !task.accumulate {
+                    let out = c.data.cast::<f32>().add(row * c.row_stride + column);
+                    for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
+                        out.add(i * c.row_stride).cast::<[f32; N]>().write_unaligned(*sums);
+                    }
+                    continue;
+                }
                 for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
                     for (j, sum) in sums.iter().enumerate().take(count) {
                         put(c, row + i, column + j, *sum, task.accumulate);
@@ -247,9 +254,23 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
             }
             add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);
         }
-        for (out, sums) in out.iter_mut().zip(&sums) {
-            for (out, sum) in out.iter_mut().zip(sums) {
-                *out = sum.sum();
+        if R * N == SUMS {
+            let mut all = [E::V::splat(0.0); SUMS];
+            for (i, sums) in sums.iter().enumerate() {
+                for (j, sum) in sums.iter().enumerate() {
+                    all[i * N + j] = *sum;
+                }
+            }
+            let mut totals = [0.0; SUMS];
+            E::V::sums(all, &mut totals);
+            for (i, out) in out.iter_mut().enumerate() {
+                out.copy_from_slice(&totals[i * N..(i + 1) * N]);
+            }
+        } else {
+            for (out, sums) in out.iter_mut().zip(&sums) {
+                for (out, sum) in out.iter_mut().zip(sums) {
+                    *out = sum.sum();
+                }
             }
         }
     }

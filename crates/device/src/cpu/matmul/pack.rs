@@ -3,13 +3,14 @@
 //! A *line* is a row of A or a column of B: what is multiplied and summed along k. A panel holds `width` lines; its
 //! unit u of line l lies at `u * width + l`. Conversion, dequantisation and rounding happen here.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::Operand;
 use super::engine::{Engine, MAX_ALONG};
-use super::storage::{self, At, GROUP, Storage};
+use super::storage::{self, At, GROUP, MAX_CHUNK, Read, Storage};
 use super::tile::{Area, prefetch};
-use super::vector::{MAX_LANES, Vector};
+use super::vector::{MAX_LANES, MAX_VECTORS, Vector};
 use crate::DType;
 
 /// An operand seen as lines along k.
@@ -122,6 +123,14 @@ unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k:
                 break;
             }
             let mut k_at = k.start;
+            if S::BLOCK > 1 && from.stride.is_multiple_of(S::BLOCK) && k.start.is_multiple_of(S::CHUNK) {
+                k_at = k.end - k.len() % S::CHUNK;
+                // SAFETY: lines `start..start + valid` and these chunks exist; the panel has room for whole vectors.
+                unsafe {
+                    let out = panel.add(group);
+                    pack_chunks::<E, S>(from, start..start + valid, k.start..k_at, out, to.width);
+                }
+            }
             while k_at < k.end {
                 let left = k.end - k_at;
                 // SAFETY: lines `start..start + valid` and k from `k_at` on exist; the panel has room for whole
@@ -132,13 +141,11 @@ unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k:
                     for i in 0..lanes {
                         prefetch(from.data.wrapping_add(S::offset(base + i * from.stride) + AHEAD_ALONG));
                     }
-                    if left >= whole && valid == lanes {
+                    if left >= whole {
+                        // The last line stands in for those that do not exist, so that there is one number of them.
                         for (i, vector) in vectors.iter_mut().enumerate().take(lanes) {
-                            *vector = E::along(At::<S>::new(from.data, base + i * from.stride));
-                        }
-                    } else if left >= whole {
-                        for (i, vector) in vectors.iter_mut().enumerate().take(valid) {
-                            *vector = E::along(At::<S>::new(from.data, base + i * from.stride));
+                            let line = i.min(valid - 1);
+                            *vector = E::along(At::<S>::new(from.data, base + line * from.stride));
                         }
                     } else {
                         for (i, vector) in vectors.iter_mut().enumerate().take(valid) {
@@ -162,6 +169,63 @@ unsafe fn pack_along<E: Engine, S: Storage>(from: Lines, lines: Range<usize>, k:
             }
         }
         panel = panel.wrapping_add(to.stride);
+    }
+}
+
+/// Units of [`MAX_LANES`] lines, or fewer, of a chunk of each.
+#[repr(align(64))]
+struct Units([f32; MAX_LANES * MAX_CHUNK]);
+
+/// Whole chunks of a vector's lanes of lines at most: each block's scales are read once, and its elements a chunk at a time.
+///
+/// # Safety
+/// The machine has the engine's instruction set; the lines begin with a block each, and the panel has room from `to` on.
+#[inline(always)]
+unsafe fn pack_chunks<E: Engine, S: Storage>(
+    from: Lines,
+    lines: Range<usize>,
+    k: Range<usize>,
+    mut to: *mut f32,
+    width: usize,
+) {
+    let lanes = E::V::LANES;
+    let whole = lanes * E::K_PER_UNIT;
+    let mut scales = [const { MaybeUninit::<S::Scales<E::V>>::uninit() }; MAX_LANES];
+    let mut units = Units([0.0; MAX_LANES * MAX_CHUNK]);
+    let units = units.0.as_mut_ptr();
+    for k_at in k.clone().step_by(S::CHUNK) {
+        let at = k_at % S::BLOCK;
+        // SAFETY: the chunks exist, scales are those of their blocks, and the units of `lanes` lines fit in their memory.
+        unsafe {
+            for (i, scales) in scales.iter_mut().enumerate().take(lines.len()) {
+                let index = (lines.start + i) * from.stride + k_at;
+                let place = S::place(from.data, index);
+                prefetch(
+                    from.data
+                        .wrapping_add(S::offset(index) + at * S::offset(S::BLOCK) / S::BLOCK + AHEAD_ALONG),
+                );
+                if at == 0 || k_at == k.start {
+                    scales.write(S::scales(place));
+                }
+                let mut vectors = [E::V::splat(0.0); MAX_VECTORS];
+                S::chunk(place, at, scales.assume_init_ref(), &mut vectors);
+                for (j, at) in (0..S::CHUNK).step_by(whole).enumerate() {
+                    let vector = E::along(Read { vectors: &vectors, at, bf16: None });
+                    vector.store(units.add((j * lanes + i) * lanes));
+                }
+            }
+            for square in 0..S::CHUNK / whole {
+                let mut vectors = [E::V::splat(0.0); MAX_LANES];
+                for (i, vector) in vectors.iter_mut().enumerate().take(lanes) {
+                    *vector = E::V::load(units.add((square * lanes + i) * lanes));
+                }
+                E::V::transpose(&mut vectors);
+                for vector in vectors.iter().take(lanes) {
+                    vector.store(to);
+                    to = to.wrapping_add(width);
+                }
+            }
+        }
     }
 }
 

@@ -23,6 +23,9 @@ pub(super) use super_blocks::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
 /// Elements that are taken together even of plain types; divides every block of a quantised type.
 pub(super) const GROUP: usize = 32;
 
+/// Elements of the longest [chunk](Storage::CHUNK).
+pub(super) const MAX_CHUNK: usize = 64;
+
 /// A storage type.
 ///
 /// # Safety

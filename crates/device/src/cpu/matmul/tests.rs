@@ -295,6 +295,42 @@ fn whole_blocks_and_a_rest() {
     }
 }
 
+/// Blocks are computed with as their elements are, read one at a time by plain code: the bits of C are the same.
+#[test]
+fn blocks_are_their_elements() {
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    for dtype in block_types() {
+        for (m, layout) in [1, 2, 4, 7]
+            .map(|m| (m, Layout::Columns))
+            .into_iter()
+            .chain([(33, Layout::Columns), (33, Layout::Rows)])
+        {
+            let case = Case {
+                compute: Compute::F32,
+                a: (DType::F32, Layout::Rows),
+                b: (dtype, layout),
+                c: DType::F32,
+                accumulate: false,
+                m,
+                k: 832,
+                n: 77,
+            };
+            let (a, b) = case.operands();
+            let count = b.bytes.len() / dtype.block_bytes() as usize * dtype.block_elements() as usize;
+            // SAFETY: the matrix holds so many elements, in whole blocks.
+            let plain: Vec<f32> =
+                (0..count).map(|i| unsafe { element(dtype, b.bytes.as_ptr(), i) }).collect();
+            let plain = Operand { data: plain.as_ptr().cast(), dtype: DType::F32, ..b.view };
+            for isa in Isa::available() {
+                for case in [case, Case { compute: Compute::Bf16, ..case }] {
+                    let got = case.alone(isa, a.view, b.view, &mut scratch);
+                    assert!(got == case.alone(isa, a.view, plain, &mut scratch), "{isa} {case:?}");
+                }
+            }
+        }
+    }
+}
+
 /// Several blocks of k, chunks of the shared operand, partial sums, strips of all lengths, edges everywhere.
 #[test]
 fn large() {

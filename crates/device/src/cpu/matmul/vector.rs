@@ -10,6 +10,9 @@ pub(super) const MAX_LANES: usize = 16;
 /// Vectors that hold 64 elements, at most.
 pub(super) const MAX_VECTORS: usize = 16;
 
+/// Vectors whose lanes are added up together.
+pub(super) const SUMS: usize = 16;
+
 /// One register of f32 values.
 ///
 /// # Safety
@@ -33,6 +36,14 @@ pub(super) trait Vector: Copy + Debug {
     unsafe fn times(self, other: Self) -> Self;
     /// All lanes added up, halves first.
     unsafe fn sum(self) -> f32;
+    /// [`sum`](Self::sum) of each of some vectors.
+    #[inline(always)]
+    unsafe fn sums(vectors: [Self; SUMS], out: &mut [f32; SUMS]) {
+        for (out, vector) in out.iter_mut().zip(vectors) {
+            // SAFETY: as the trait says.
+            *out = unsafe { vector.sum() };
+        }
+    }
     /// LANES bf16 values.
     unsafe fn load_bf16(p: *const u16) -> Self;
     /// LANES f16 values.
@@ -359,7 +370,7 @@ pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{MAX_LANES, MAX_VECTORS, Vector};
+    use super::{MAX_LANES, MAX_VECTORS, SUMS, Vector};
     use std::arch::x86_64::*;
 
     /// 256-bit registers with FMA and F16C.
@@ -515,7 +526,8 @@ mod x86 {
         #[inline(always)]
         unsafe fn move_bits([first, second]: [__m256i; 2], right: [i32; 2]) -> [__m256i; 2] {
             unsafe {
-                let right = right.map(|by| (_mm_cvtsi32_si128(by.max(0)), _mm_cvtsi32_si128((-by).max(0))));
+                let by = |by: i32| (_mm_cvtsi32_si128(by.max(0)), _mm_cvtsi32_si128((-by).max(0)));
+                let right = [by(right[0]), by(right[1])];
                 let [(a, b), (c, d)] = right;
                 [
                     _mm256_sll_epi16(_mm256_srl_epi16(first, a), b),
@@ -624,8 +636,12 @@ mod x86 {
         unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
             unsafe {
                 let r = |i: usize| rows[i].0;
-                let low = [0, 2, 4, 6].map(|i| _mm256_unpacklo_ps(r(i), r(i + 1)));
-                let high = [0, 2, 4, 6].map(|i| _mm256_unpackhi_ps(r(i), r(i + 1)));
+                // By loops, which are part of this function; `map` would be a call.
+                let (mut low, mut high) = ([_mm256_setzero_ps(); 4], [_mm256_setzero_ps(); 4]);
+                for (i, (low, high)) in low.iter_mut().zip(&mut high).enumerate() {
+                    *low = _mm256_unpacklo_ps(r(2 * i), r(2 * i + 1));
+                    *high = _mm256_unpackhi_ps(r(2 * i), r(2 * i + 1));
+                }
                 // quads[q][h] holds columns q and q + 4 of rows 4 h to 4 h + 3.
                 let quad = |h: usize| {
                     let (l0, l1, h0, h1) = (low[2 * h], low[2 * h + 1], high[2 * h], high[2 * h + 1]);
@@ -707,6 +723,42 @@ mod x86 {
                 let upper = _mm512_shuffle_f32x4::<0b1110>(self.0, self.0);
                 let eight = _mm512_castps512_ps256(_mm512_add_ps(self.0, upper));
                 super::Vector::sum(Avx2(eight))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn sums(vectors: [Self; SUMS], out: &mut [f32; SUMS]) {
+            unsafe {
+                // Each step adds the halves of what is left of a vector, beside those of another one: there are half as many
+                // registers after it. A sum's order is that of `sum`.
+                let mut left = [_mm512_setzero_ps(); SUMS];
+                for (left, vector) in left.iter_mut().zip(vectors) {
+                    *left = vector.0;
+                }
+                for i in 0..8 {
+                    let (a, b) = (left[i], left[i + 8]);
+                    let halves = _mm512_shuffle_f32x4::<0b0100_0100>(a, b);
+                    left[i] = _mm512_add_ps(halves, _mm512_shuffle_f32x4::<0b1110_1110>(a, b));
+                }
+                // Eight lanes each of `i` and `i + 8`.
+                for i in 0..4 {
+                    let (a, b) = (left[i], left[i + 4]);
+                    let quarters = _mm512_shuffle_f32x4::<0b1000_1000>(a, b);
+                    left[i] = _mm512_add_ps(quarters, _mm512_shuffle_f32x4::<0b1101_1101>(a, b));
+                }
+                // Four lanes each of `i`, `i + 8`, `i + 4` and `i + 12`.
+                for i in 0..2 {
+                    let (a, b) = (left[i], left[i + 2]);
+                    let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
+                    let pairs = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                    left[i] = _mm512_add_ps(pairs, _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+                }
+                // Two lanes each of the same four, and of those two numbers higher, in turns.
+                let (a, b) = (left[0], left[1]);
+                let even = _mm512_shuffle_ps::<0b1000_1000>(a, b);
+                let all = _mm512_add_ps(even, _mm512_shuffle_ps::<0b1101_1101>(a, b));
+                let places = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+                _mm512_storeu_ps(out.as_mut_ptr(), _mm512_permutexvar_ps(places, all));
             }
         }
 
@@ -878,7 +930,11 @@ mod x86 {
         #[inline(always)]
         unsafe fn transpose(rows: &mut [Self; MAX_LANES]) {
             unsafe {
-                let mut t = rows.map(|row| row.0);
+                // By a loop, which is part of this function; `map` would be a call.
+                let mut t = [_mm512_setzero_ps(); MAX_LANES];
+                for (t, row) in t.iter_mut().zip(rows.iter()) {
+                    *t = row.0;
+                }
                 // Inside 128-bit lanes: quads of four rows, t[4 g + q] holding columns q, q + 4, q + 8, q + 12.
                 for g in 0..4 {
                     let [a, b, c, d] = [t[4 * g], t[4 * g + 1], t[4 * g + 2], t[4 * g + 3]];
@@ -910,6 +966,35 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn sums_beside_each_other_are_those_of_each() {
+        if !std::arch::is_x86_feature_detected!("avx512f") {
+            println!("skipped: this machine has no AVX-512");
+            return;
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        unsafe fn both(values: &[[f32; 16]; SUMS]) -> [[f32; SUMS]; 2] {
+            // SAFETY: the caller has found the instruction set.
+            let (mut vectors, mut sums) = ([unsafe { Avx512::splat(0.0) }; SUMS], [[0.0; SUMS]; 2]);
+            for (vector, values) in vectors.iter_mut().zip(values) {
+                // SAFETY: sixteen values, and the caller has found the instruction set.
+                *vector = unsafe { Avx512::load(values.as_ptr()) };
+            }
+            for (sum, vector) in sums[0].iter_mut().zip(vectors) {
+                // SAFETY: as above.
+                *sum = unsafe { vector.sum() };
+            }
+            // SAFETY: as above.
+            unsafe { Avx512::sums(vectors, &mut sums[1]) };
+            sums
+        }
+        let values = std::array::from_fn(|i| std::array::from_fn(|j| 1.0 / (1 + 17 * i + 5 * j * j) as f32));
+        // SAFETY: the instruction set has just been found.
+        let [each, together] = unsafe { both(&values) };
+        assert_eq!(each.map(f32::to_bits), together.map(f32::to_bits));
+    }
 
     #[test]
     fn every_16_bit_float() {

@@ -186,8 +186,10 @@ impl<'a> Geometry<'a> {
     /// What a row of the block sees: two ranges in order, of which the first may be empty.
     fn seen(&self, block: &Block, row: usize) -> [Range<usize>; 2] {
         let first = self.documents.and_then(|first| first.get(block.query + row)).copied().unwrap_or(0);
-        let seen = self.shape.seen((block.position + row) as u64, u64::from(first));
-        seen.map(|range| range.start as usize..range.end as usize)
+        // Asked for of every row and tile: `map` would be a call.
+        let [global, local] = self.shape.seen((block.position + row) as u64, u64::from(first));
+        let places = |range: Range<u64>| range.start as usize..range.end as usize;
+        [places(global), places(local)]
     }
 
     /// Keys that some row of the block sees, between others that none may see: two ranges in order, of which the first
@@ -213,7 +215,8 @@ impl<'a> Geometry<'a> {
     /// Which of the keys in `range` a row sees, counted from the first of them: two ranges in order.
     pub fn visible(&self, block: &Block, row: usize, range: &Range<usize>) -> [Range<usize>; 2] {
         let within = |key: usize| key.clamp(range.start, range.end) - range.start;
-        self.seen(block, row).map(|seen| within(seen.start)..within(seen.end))
+        let [global, local] = self.seen(block, row);
+        [within(global.start)..within(global.end), within(local.start)..within(local.end)]
     }
 
     /// The tiles of keys that the block sees.

@@ -271,7 +271,8 @@ unsafe fn six_bits(packed: *const u8) -> ([u8; 8], [u8; 8]) {
     const EACH_4: u32 = 0x0f0f_0f0f;
     const EACH_2: u32 = 0x0303_0303;
     // SAFETY: the caller's pointer holds 12 bytes.
-    let [a, b, c] = unsafe { packed.cast::<[u32; 3]>().read_unaligned() }.map(u32::from_le);
+    let [a, b, c] = unsafe { packed.cast::<[u32; 3]>().read_unaligned() };
+    let [a, b, c] = [u32::from_le(a), u32::from_le(b), u32::from_le(c)];
     let join = |first: u32, second: u32| (u64::from(first) | u64::from(second) << 32).to_le_bytes();
     (
         join(a & EACH_6, (c & EACH_4) | (a >> 6 & EACH_2) << 4),
@@ -285,8 +286,14 @@ unsafe fn one_of_eight<V: Vector>(block: *const u8, group: usize) -> [f32; 2] {
     // SAFETY: both types begin with two f16 numbers and 12 bytes of scales.
     unsafe {
         let [d, dmin] = V::two_f16(block);
-        let (scales, minima) = six_bits(block.add(4));
-        [d * f32::from(scales[group]), -dmin * f32::from(minima[group])]
+        let packed = |i: usize| u32::from(*block.add(4 + i));
+        let (scale, minimum) = if group < 4 {
+            (packed(group) & 63, packed(group + 4) & 63)
+        } else {
+            let (low, above) = (packed(group + 4), [packed(group - 4) >> 6, packed(group) >> 6]);
+            (low & 15 | above[0] << 4, low >> 4 | above[1] << 4)
+        };
+        [d * scale as f32, -dmin * minimum as f32]
     }
 }
 
