@@ -102,6 +102,89 @@ fn what_cannot_be_written_is_refused() {
     assert!(text(&output.stderr).contains("nf4"), "{}", text(&output.stderr));
 }
 
+/// Experts, attention and all else in types of their own, in a file and while loading.
+#[test]
+fn groups_have_types_of_their_own() {
+    let folder = folder();
+    let folder = folder.path();
+    let sizes = "{architecture: qwen2_moe, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, \
+                 num_attention_heads: 2, num_experts: 4, expert_intermediate_size: 64, shared_experts: 1}";
+    let config = CONFIG.replace("output: {dir: out", "output: {dir: mixture");
+    let begin = config.find("  from_scratch").unwrap();
+    let end = config.find("\ndata").unwrap();
+    let config = format!("{}  from_scratch: {sizes}{}", &config[..begin], &config[end..]);
+    std::fs::write(folder.join("m.yaml"), config).unwrap();
+    ok(folder, &["train", "m.yaml"]);
+    let inspect =
+        |model: &str| -> Value { serde_json::from_str(&ok(folder, &["inspect", model, "--json"])).unwrap() };
+    let before = loss(folder, "mixture", &[]);
+    let close = |a: f64, b: f64, within: f64, what: &str| {
+        assert!((a - b).abs() < within, "{what}: losses {a} and {b}");
+    };
+
+    // A GGUF file has any types beside each other.
+    convert(folder, "mixture", "mixed.gguf", "experts=q4_0, attention=Q8_0,bf16");
+    let of = inspect("mixed.gguf")["storage"]["parameters_by_dtype"].clone();
+    let (layers, experts, attention) = (2, 4 * 3 * 64 * 64, 4 * 64 * 64);
+    assert_eq!((&of["q4_0"], &of["q8_0"]), (&json!(layers * experts), &json!(layers * attention)), "{of}");
+    assert!(of["bf16"].as_u64().unwrap() >= layers * 3 * 64 * 64, "shared experts: {of}");
+    let mixed = loss(folder, "mixed.gguf", &[]);
+    close(mixed, before, 0.3, "mixed.gguf");
+    assert!((mixed - before).abs() > 1e-7, "4 bits change nothing");
+
+    // The same while loading; the plan counts what is loaded.
+    let by_group = "experts=q4_0,attention=q8_0";
+    close(loss(folder, "mixture", &["--quantize", by_group]), mixed, 1e-2, "while loading");
+    let weights = |model: &str, more: &[&str]| {
+        let arguments = ["plan", "--inference", "--model", model, "--context", "32", "--json"];
+        let plan: Value = serde_json::from_str(&ok(folder, &[&arguments, more].concat())).unwrap();
+        plan["model"]["weight_bytes"].as_u64().unwrap_or_else(|| panic!("{plan}"))
+    };
+    convert(folder, "mixture", "q8_0.gguf", "q8_0");
+    let (four, both, eight) = (
+        weights("mixture", &["--quantize", "q4_0"]),
+        weights("mixture", &["--quantize", by_group]),
+        weights("mixture", &["--quantize", "q8_0"]),
+    );
+    assert!(four < both && both < eight, "{four}, {both}, {eight}");
+    assert!(weights("mixed.gguf", &[]) < both, "tables of the file are bf16, of the folder f32");
+
+    // A folder packs some groups and leaves the rest in bf16.
+    convert(folder, "mixture", "nf4", "experts=nf4,bf16");
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("nf4/config.json")).unwrap()).unwrap();
+    let left = config["quantization_config"]["llm_int8_skip_modules"].to_string();
+    for module in ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.shared_expert.up_proj"] {
+        assert!(left.contains(module) && !left.contains(".experts"), "{module}: {left}");
+    }
+    close(loss(folder, "nf4", &[]), loss(folder, "mixture", &["--quantize", "experts=nf4"]), 1e-2, "nf4");
+    convert(folder, "mixture", "nf4-attention", "attention=nf4");
+    let config = std::fs::read_to_string(folder.join("nf4-attention/config.json")).unwrap();
+    assert!(config.contains("model.layers.0.mlp.experts\""), "{config}");
+
+    for (model, output, dtype, told) in [
+        ("mixture", "a.gguf", "expert=q4_0", "it has embedding, attention, experts, shared_experts, router"),
+        ("out", "a.gguf", "experts=q4_0", "it has embedding, attention, mlp"),
+        ("mixture", "a.gguf", "experts=q9", "q4_k"),
+        ("mixture", "a.gguf", "experts=nf4", "a GGUF file holds"),
+        ("mixture", "a.gguf", "router=q8_0,bf16", "routers in f32"),
+        ("mixture", "a.gguf", "experts=q4_0,experts=q8_0", "two types"),
+        ("mixture", "a.gguf", "q4_0,q8_0", "two types"),
+        ("mixture", "a", "experts=nf4,attention=int8", "nf4 and int8"),
+        ("mixture", "a", "experts=nf4,f32", "not f32"),
+        ("mixture", "a", "embedding=nf4,bf16", "embedding is not packed"),
+        ("mixture", "a", "experts=f32,bf16", "experts cannot be f32 beside bf16"),
+    ] {
+        let output = plimsoll(folder, &["convert", "--model", model, "--output", output, "--dtype", dtype]);
+        assert_eq!(output.status.code(), Some(2), "{dtype}");
+        assert!(text(&output.stderr).contains(told), "{dtype}: {}", text(&output.stderr));
+    }
+    let arguments = ["eval", "--model", "mixture", "--data", "text.txt", "--quantize", "router=q8_0"];
+    let output = plimsoll(folder, &arguments);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("router is not quantised"), "{}", text(&output.stderr));
+}
+
 #[test]
 fn a_missing_tokenizer_is_noted_and_a_broken_one_refused() {
     let folder = folder();
