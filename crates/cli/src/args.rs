@@ -478,7 +478,8 @@ pub struct OutputArgs {
     #[arg(long)]
     pub output: PathBuf,
     /// Type of the matrices: f32, bf16, f16; in a folder nf4, fp4 and int8 as bitsandbytes has them (nf4_f32 and fp4_f32
-    /// without double quantisation), and mxfp4 for experts of gpt-oss; in a GGUF q8_0, q5_0, q5_1, q4_0, q4_1, q4_k, q6_k and mxfp4
+    /// without double quantisation), and mxfp4 for experts of gpt-oss; in a GGUF q8_0, q5_0, q5_1, q4_0, q4_1, q4_k, q6_k and mxfp4.
+    /// Groups of weights may differ: experts=q4_k,attention=q8_0,bf16
     #[arg(long, default_value = "bf16")]
     pub dtype: String,
     /// Largest file of a folder's weights, for example 5GB; what goes beyond begins a new file

@@ -6,6 +6,7 @@
 
 mod args;
 mod asked;
+mod by_group;
 mod card;
 mod chat_format;
 mod commands;

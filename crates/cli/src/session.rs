@@ -3,7 +3,6 @@
 use std::cell::OnceCell;
 use std::sync::Arc;
 
-use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::cuda::OpenCard;
 use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError, DeviceTraits};
@@ -270,19 +269,6 @@ pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {
             Ok(Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 })
         }
         other => Err(Failure::usage(format!("--dtype {other}: must be f32 or bf16"))),
-    }
-}
-
-/// The type that `--quantize` names.
-pub fn quantized_type(name: Option<&str>) -> Result<Option<DType>, Failure> {
-    let Some(name) = name else { return Ok(None) };
-    let known = |dtype: &DType| can_quantize(*dtype);
-    match DType::ALL.into_iter().filter(known).find(|dtype| dtype.name() == name) {
-        Some(dtype) => Ok(Some(dtype)),
-        None => {
-            let names: Vec<&str> = DType::ALL.into_iter().filter(known).map(DType::name).collect();
-            Err(Failure::usage(format!("--quantize {name}: must be one of {}", names.join(", "))))
-        }
     }
 }
 

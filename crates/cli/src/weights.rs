@@ -7,7 +7,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::adapter::AdapterSet;
 use plimsoll_model::{
-    AdapterLayout, BlockId, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights,
+    AdapterLayout, BlockId, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights, TypesByGroup,
 };
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::quantized_as;
@@ -15,17 +15,18 @@ use plimsoll_step::{Precision, Residency, Stage, WeightOffload, WeightStorage};
 use plimsoll_train::TrainError;
 
 use crate::args::WeightArgs;
+use crate::by_group::quantized_types;
 use crate::failure::Failure;
 use crate::models;
 use crate::output::errln;
-use crate::session::{inference_precision, quantized_type};
+use crate::session::inference_precision;
 
 /// What is read, and as what.
 pub struct Weights {
     pub files: Box<ModelFiles>,
     pub precision: Precision,
     /// What `--quantize` says.
-    quantized: Option<DType>,
+    quantized: TypesByGroup,
     adapters: Option<AdapterSet>,
     in_files: StoredWeights,
     /// The layers that this rank has, and adapters of theirs, where there are others.
@@ -37,8 +38,8 @@ impl Weights {
     /// word where `quiet`.
     pub fn open(args: &WeightArgs, purpose: &'static str, quiet: bool) -> Result<Weights, Failure> {
         let precision = inference_precision(&args.dtype)?;
-        let quantized = quantized_type(args.quantize.as_deref())?;
         let files = models::with_weights(&args.model, purpose, quiet)?;
+        let quantized = quantized_types(args.quantize.as_deref(), files.spec())?;
         let adapters = match args.adapter.as_slice() {
             [] => None,
             given => {
@@ -98,7 +99,7 @@ impl Weights {
     /// of it; all else as the files suggest.
     pub fn weight_type(&self, p: &Parameter) -> DType {
         let p = &self.spec().original(p);
-        let quantized = self.quantized.and_then(|dtype| quantized_as(p, dtype));
+        let quantized = self.quantized.of(p).and_then(|dtype| quantized_as(p, dtype));
         quantized.unwrap_or_else(|| self.files.weights().inference_dtype(p, self.precision.weights))
     }
 

@@ -102,6 +102,88 @@ fn what_cannot_be_written_is_refused() {
     assert!(text(&output.stderr).contains("nf4"), "{}", text(&output.stderr));
 }
 
+/// Experts, attention and all else in types of their own, in a file and while loading.
+#[test]
+fn groups_have_types_of_their_own() {
+    let folder = folder();
+    let folder = folder.path();
+    let sizes = "{architecture: qwen2_moe, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, \
+                 num_attention_heads: 2, num_experts: 4, expert_intermediate_size: 64, shared_experts: 1}";
+    let config = CONFIG.replace("output: {dir: out", "output: {dir: mixture");
+    let begin = config.find("  from_scratch").unwrap();
+    let end = config.find("\ndata").unwrap();
+    let config = format!("{}  from_scratch: {sizes}{}", &config[..begin], &config[end..]);
+    std::fs::write(folder.join("m.yaml"), config).unwrap();
+    ok(folder, &["train", "m.yaml"]);
+    let inspect =
+        |model: &str| -> Value { serde_json::from_str(&ok(folder, &["inspect", model, "--json"])).unwrap() };
+    let before = loss(folder, "mixture", &[]);
+    let close = |a: f64, b: f64, within: f64, what: &str| {
+        assert!((a - b).abs() < within, "{what}: losses {a} and {b}");
+    };
+
+    // A GGUF file has any types beside each other.
+    convert(folder, "mixture", "mixed.gguf", "experts=q4_0, attention=Q8_0,bf16");
+    let of = inspect("mixed.gguf")["parameters_by_dtype"].clone();
+    let (layers, experts, attention) = (2, 4 * 3 * 64 * 64, 4 * 64 * 64);
+    assert_eq!((&of["q4_0"], &of["q8_0"]), (&json!(layers * experts), &json!(layers * attention)), "{of}");
+    assert!(of["bf16"].as_u64().unwrap() >= layers * 3 * 64 * 64, "shared experts: {of}");
+    let mixed = loss(folder, "mixed.gguf", &[]);
+    close(mixed, before, 0.3, "mixed.gguf");
+    assert!((mixed - before).abs() > 1e-7, "4 bits change nothing");
+
+    // The same while loading; the plan counts what is loaded.
+    let by_group = "experts=q4_0,attention=q8_0";
+    close(loss(folder, "mixture", &["--quantize", by_group]), mixed, 1e-2, "while loading");
+    let weights = |model: &str, more: &[&str]| {
+        let arguments = ["plan", "--inference", "--model", model, "--context", "32", "--json"];
+        let plan: Value = serde_json::from_str(&ok(folder, &[&arguments, more].concat())).unwrap();
+        plan["model"]["weight_bytes"].as_u64().unwrap_or_else(|| panic!("{plan}"))
+    };
+    let (four, both, eight) = (
+        weights("mixture", &["--quantize", "q4_0"]),
+        weights("mixture", &["--quantize", "experts=q4_0,q8_0"]),
+        weights("mixture", &["--quantize", "q8_0"]),
+    );
+    assert!(four < both && both < eight, "{four}, {both}, {eight}");
+    assert!(weights("mixed.gguf", &[]) < both, "tables of the file are bf16, of the folder f32");
+
+    // A folder packs some groups and leaves the rest in bf16.
+    convert(folder, "mixture", "nf4", "experts=nf4_f32,bf16");
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("nf4/config.json")).unwrap()).unwrap();
+    let left = config["quantization_config"]["llm_int8_skip_modules"].to_string();
+    for module in ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.shared_expert.up_proj"] {
+        assert!(left.contains(module) && !left.contains(".experts"), "{module}: {left}");
+    }
+    close(loss(folder, "nf4", &[]), loss(folder, "mixture", &["--quantize", "experts=nf4_f32"]), 1e-2, "nf4");
+    convert(folder, "mixture", "nf4-attention", "attention=nf4");
+    let config = std::fs::read_to_string(folder.join("nf4-attention/config.json")).unwrap();
+    assert!(config.contains("model.layers.0.mlp.experts\""), "{config}");
+
+    for (model, output, dtype, told) in [
+        ("mixture", "a.gguf", "expert=q4_0", "it has embedding, attention, experts, shared_experts, router"),
+        ("out", "a.gguf", "experts=q4_0", "it has embedding, attention, mlp"),
+        ("mixture", "a.gguf", "experts=q9", "q4_k"),
+        ("mixture", "a.gguf", "experts=nf4", "a GGUF file holds"),
+        ("mixture", "a.gguf", "router=q8_0,bf16", "routers in f32"),
+        ("mixture", "a.gguf", "experts=q4_0,experts=q8_0", "two types"),
+        ("mixture", "a.gguf", "q4_0,q8_0", "two types"),
+        ("mixture", "a", "experts=nf4,attention=int8", "int8 and nf4"),
+        ("mixture", "a", "experts=nf4,f32", "not f32"),
+        ("mixture", "a", "embedding=nf4,bf16", "embedding is not packed"),
+        ("mixture", "a", "experts=f32,bf16", "experts cannot be f32 beside bf16"),
+    ] {
+        let output = plimsoll(folder, &["convert", "--model", model, "--output", output, "--dtype", dtype]);
+        assert_eq!(output.status.code(), Some(2), "{dtype}");
+        assert!(text(&output.stderr).contains(told), "{dtype}: {}", text(&output.stderr));
+    }
+    let arguments = ["eval", "--model", "mixture", "--data", "text.txt", "--quantize", "router=q8_0"];
+    let output = plimsoll(folder, &arguments);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("router is not quantised"), "{}", text(&output.stderr));
+}
+
 #[test]
 fn a_missing_tokenizer_is_noted_and_a_broken_one_refused() {
     let folder = folder();
@@ -158,4 +240,71 @@ fn an_adapter_is_merged() {
     let refused = plimsoll(folder, &["merge", "--model", "out", "--adapter", "out", "--output", "none"]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(text(&refused.stderr).contains("adapter_config.json"), "{}", text(&refused.stderr));
+}
+
+/// QLoRA over the experts of gpt-oss in MXFP4: trained, answered with, merged into folders and files. Its vocabulary has 61 tokens.
+#[test]
+fn adapters_over_mxfp4_experts_are_trained_and_merged() {
+    let folder = support::folder();
+    let folder = folder.path();
+    let base = concat!(env!("CARGO_MANIFEST_DIR"), "/../train/tests/data/mxfp4/gpt-oss");
+    std::fs::create_dir(folder.join("base")).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(Path::new(base).join(name), folder.join("base").join(name)).unwrap();
+    }
+    let words: serde_json::Map<String, Value> =
+        (0..23).map(|i| (format!("word{i}"), json!(i + 1))).chain([("<unk>".to_owned(), json!(0))]).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": { "type": "WhitespaceSplit" }, "post_processor": null, "decoder": null,
+        "model": { "type": "WordLevel", "vocab": words, "unk_token": "<unk>" },
+    })
+    .to_string();
+    let tokenizer = |of: &str| std::fs::write(folder.join(of).join("tokenizer.json"), &tokenizer).unwrap();
+    tokenizer("base");
+    let config = "
+model: base
+data: {train: text.txt, sequence_length: 12}
+training: {method: qlora, steps: 3, batch_size: 2, learning_rate: 1e-2, lora: {rank: 2, target_modules: all-linear}}
+memory: {device_budget: 256MiB}
+output: {dir: lora, save_steps: 0}
+";
+    std::fs::write(folder.join("q.yaml"), config).unwrap();
+    let said = ok(folder, &["plan", "q.yaml"]);
+    assert!(said.contains("quantised as mxfp4") && said.contains("adapters of 21 modules"), "{said}");
+    ok(folder, &["train", "q.yaml"]);
+    let report: Value =
+        serde_json::from_slice(&std::fs::read(folder.join("lora/report.json")).unwrap()).unwrap();
+    assert_eq!(report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"]);
+    let adapter = std::fs::read(folder.join("lora/adapter_model.safetensors")).unwrap();
+    assert!(text(&adapter).contains(".mlp.experts.5.down_proj.lora_B"), "no adapter on the last expert");
+
+    let adapted = ["--adapter", "lora"];
+    let (before, after) = (loss(folder, "base", &[]), loss(folder, "base", &adapted));
+    assert!(after < before - 0.05, "trained to {after} from {before}");
+    let prompt = ["generate", "--model", "base", "--prompt", "word0 word7", "--max-tokens", "4"];
+    ok(folder, &[&prompt[..], &adapted].concat());
+
+    // Without a tokenizer, which a GGUF file could not hold.
+    std::fs::remove_file(folder.join("base/tokenizer.json")).unwrap();
+    let merge = |output: &str, dtype: &str| {
+        let arguments =
+            ["merge", "--model", "base", "--adapter", "lora", "--output", output, "--dtype", dtype];
+        ok(folder, &arguments);
+    };
+    merge("merged", "f32");
+    merge("merged.gguf", "f32");
+    convert(folder, "merged.gguf", "back", "f32");
+    // Rounded to 4 bits again.
+    merge("merged4", "experts=mxfp4,bf16");
+    merge("merged4.gguf", "experts=mxfp4,f32");
+    convert(folder, "merged4.gguf", "back4", "f32");
+    for (model, within) in [("merged", 1e-4), ("back", 1e-4), ("merged4", 0.3), ("back4", 0.3)] {
+        tokenizer(model);
+        let merged = loss(folder, model, &[]);
+        assert!((merged - after).abs() < within, "{model}: loss {merged}, {after} with the adapter");
+    }
+    // Both files of 4 bits have the same experts; one has the rest in bf16.
+    let both = ["merged4", "back4"].map(|model| loss(folder, model, &[]));
+    assert!((both[0] - both[1]).abs() < 1e-2, "{both:?}");
 }

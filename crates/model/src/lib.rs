@@ -23,6 +23,7 @@ pub mod source;
 pub mod spec;
 pub mod tokenizer;
 pub mod transcode;
+pub mod types_by_group;
 pub mod upcycle;
 
 pub use adapter::{AdaptedModule, Adapter, AdapterConfig, AdapterError, AdapterLayout};
@@ -41,4 +42,5 @@ pub use spec::{
     SpecError, ZeroComputationSpec,
 };
 pub use transcode::{RowSource, Target, Transcoder};
+pub use types_by_group::{TypesByGroup, WeightGroup};
 pub use upcycle::{UpcycleError, Upcycled};

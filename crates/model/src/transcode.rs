@@ -12,6 +12,7 @@ use std::path::Path;
 use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 
+use self::packed::Packed;
 use crate::gguf::{
     Description, GgufValue, NewGgufTensor, describe, describe_tokenizer, gguf_block, write_gguf,
 };
@@ -22,6 +23,7 @@ use crate::source::rows::{encode_stripe, stripes};
 use crate::source::{ModelError, RowOrder, WeightSource};
 use crate::spec::ModelSpec;
 use crate::tokenizer::GgufTokenizerFields;
+use crate::types_by_group::{TypesByGroup, WeightGroup};
 
 /// Where a parameter's values come from.
 pub trait RowSource {
@@ -72,8 +74,9 @@ pub enum Target {
     EightBit,
     /// A Hugging Face folder of gpt-oss whose experts are MXFP4; the rest is bf16.
     Mxfp4,
-    /// A GGUF file, its matrices in this type. Where rows are not whole blocks of it, in the next larger one that fits.
-    Gguf(DType),
+    /// A GGUF file, its matrices in these types, bf16 where none is said. Where rows are not whole blocks of a type, in the next
+    /// larger one that fits.
+    Gguf(TypesByGroup),
 }
 
 /// Writes a model as a [`Target`].
@@ -81,6 +84,7 @@ pub struct Transcoder<'a> {
     spec: &'a ModelSpec,
     source: &'a dyn RowSource,
     shard_bytes: u64,
+    packed: Packed,
     /// Told of values that were written, and how many there are.
     progress: &'a mut dyn FnMut(u64, u64),
     done: u64,
@@ -93,12 +97,24 @@ impl<'a> Transcoder<'a> {
         source: &'a dyn RowSource,
         progress: &'a mut dyn FnMut(u64, u64),
     ) -> Transcoder<'a> {
-        Transcoder { spec, source, shard_bytes: DEFAULT_SHARD_BYTES, progress, done: 0 }
+        Transcoder {
+            spec,
+            source,
+            shard_bytes: DEFAULT_SHARD_BYTES,
+            packed: Packed::default(),
+            progress,
+            done: 0,
+        }
     }
 
     /// Begins a further file of a folder where one would get more bytes of weights than this.
     pub fn shard_bytes(self, shard_bytes: u64) -> Transcoder<'a> {
         Transcoder { shard_bytes, ..self }
+    }
+
+    /// Packs the linears of these groups alone, where a [`Target`] packs linears as bitsandbytes does.
+    pub fn packing(self, groups: &[WeightGroup]) -> Transcoder<'a> {
+        Transcoder { packed: Packed::of(groups), ..self }
     }
 
     /// Writes a folder's configuration and weights. The tokenizer's files are left to `tokenizer`. Returns the bytes.
@@ -121,9 +137,10 @@ impl<'a> Transcoder<'a> {
     pub fn write_gguf(
         &mut self,
         path: &Path,
-        dtype: DType,
+        types: impl Into<TypesByGroup>,
         tokenizer: Option<&GgufTokenizerFields>,
     ) -> Result<u64, SaveError> {
+        let wanted = types.into();
         let Description { mut entries, factors } = describe(self.spec)?;
         entries.push(("general.quantization_version".to_owned(), GgufValue::U32(2)));
         entries.extend(tokenizer.into_iter().flat_map(describe_tokenizer));
@@ -139,7 +156,7 @@ impl<'a> Transcoder<'a> {
             if tensor.is_of(|role| role == Role::SharedRouter) {
                 shape.remove(0);
             }
-            NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, dtype), shape }
+            NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, &wanted), shape }
         }));
         let types: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
         write_gguf(path, &entries, &tensors, |index, out| match factors.get(index) {
@@ -243,8 +260,8 @@ impl<'a> Transcoder<'a> {
     }
 }
 
-/// The type of a GGUF's tensor where matrices are to be `wanted`: f32 for vectors, for which nothing else is read, and for routers.
-fn gguf_dtype(tensor: &StoredTensor, wanted: DType) -> DType {
+/// The type of a GGUF's tensor where matrices are to be as `wanted` says: f32 for vectors, for which nothing else is read, and for routers.
+fn gguf_dtype(tensor: &StoredTensor, wanted: &TypesByGroup) -> DType {
     let role = tensor.parts.first().map(StoredPart::role);
     let matrix = role.is_some_and(|role| {
         role != Role::PositionEmbedding
@@ -254,6 +271,8 @@ fn gguf_dtype(tensor: &StoredTensor, wanted: DType) -> DType {
     if !matrix {
         return DType::F32;
     }
+    let first = tensor.parts.first();
+    let wanted = first.and_then(|part| wanted.of(&part.parameter)).unwrap_or(DType::Bf16);
     let columns = tensor.shape().last().copied().unwrap_or(1);
     let fits = |dtype: &DType| columns.is_multiple_of(dtype.row_multiple());
     // As llama.cpp falls back.

@@ -5,7 +5,7 @@ mod changes;
 
 use plimsoll_device::{DType, Transferred};
 use plimsoll_memory::{Tag, Tier};
-use plimsoll_model::{ModelSpec, Parameter, StoredWeight, StoredWeights};
+use plimsoll_model::{ModelSpec, Parameter, StoredWeight, StoredWeights, TypesByGroup};
 use plimsoll_step::{Precision, Residency, Stage, StepError, WeightStorage};
 use serde_json::{Value, json};
 
@@ -37,8 +37,8 @@ pub struct InferenceQuestion<'a> {
     pub ranks: u32,
     /// Storage types.
     pub precision: Precision,
-    /// What linears are quantised to.
-    pub quantize: Option<DType>,
+    /// What linears are quantised to, where anything is said.
+    pub quantize: TypesByGroup,
     /// The type of the cache, where it is said.
     pub cache: Option<DType>,
     /// Tokens of a sequence, prompt and answer.
@@ -158,7 +158,7 @@ impl InferenceQuestion<'_> {
     /// The type in which a weight is kept: as `generate` keeps it.
     fn type_of(&self, p: &Parameter) -> DType {
         let (p, widest) = (&self.origin.spec().original(p), self.precision.weights);
-        let quantized = self.quantize.and_then(|dtype| quantized_as(p, dtype));
+        let quantized = self.quantize.of(p).and_then(|dtype| quantized_as(p, dtype));
         quantized.unwrap_or_else(|| match self.origin.weights() {
             Some(stored) => stored.inference_dtype(p, widest),
             // As models are published.

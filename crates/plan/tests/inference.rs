@@ -11,7 +11,8 @@ use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Region, Tag, Tier};
 use plimsoll_model::{
-    AttentionSpec, MlpSpec, ModelSpec, Parameter, RopeSpec, StoredWeight, StoredWeights, catalogue,
+    AttentionSpec, MlpSpec, ModelSpec, Parameter, RopeSpec, StoredWeight, StoredWeights, TypesByGroup,
+    catalogue,
 };
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{
@@ -79,7 +80,7 @@ fn question<'a>(
         machine,
         ranks: 1,
         precision: Precision::F32,
-        quantize: None,
+        quantize: TypesByGroup::default(),
         cache: Some(DType::F16),
         context: 40,
         sequences: 3,
@@ -204,7 +205,8 @@ fn with<'a>(question: InferenceQuestion<'a>, change: &InferenceChange) -> Infere
         "--parallel" => InferenceQuestion { sequences: number(), ..question },
         "--kv-cache" => InferenceQuestion { cache: Some(cache()), ..question },
         "--quantize" => InferenceQuestion {
-            quantize: DType::ALL.into_iter().find(|dtype| dtype.name() == value),
+            quantize: (DType::ALL.into_iter().find(|dtype| dtype.name() == value))
+                .map_or_else(TypesByGroup::default, TypesByGroup::from),
             ..question
         },
         other => panic!("{other}"),

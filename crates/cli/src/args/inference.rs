@@ -22,7 +22,8 @@ pub struct WeightArgs {
     /// Adapter to use: a PEFT folder, or DIR=WEIGHT; several are added up
     #[arg(long, value_name = "DIR")]
     pub adapter: Vec<String>,
-    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
+    /// Quantise the linears while loading: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k;
+    /// or groups of them: experts=q4_k,attention=q8_0
     #[arg(long, value_name = "TYPE")]
     pub quantize: Option<String>,
 }

@@ -20,7 +20,8 @@ pub struct PlanInferenceArgs {
     /// --hardware and f32 here
     #[arg(long, value_name = "TYPE", requires = "inference")]
     pub dtype: Option<String>,
-    /// Quantise the linears: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k
+    /// Quantise the linears: nf4, fp4, int8, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k or q6_k; or groups of them:
+    /// experts=q4_k,attention=q8_0
     #[arg(long, value_name = "TYPE", requires = "inference")]
     pub quantize: Option<String>,
     /// Type of the key-value cache: f32, bf16, f16, int8 or int4. By default as the activations are, f16 for f32 and more than 32 MiB,

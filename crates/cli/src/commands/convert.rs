@@ -4,11 +4,15 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_model::gguf::ggml_type;
-use plimsoll_model::{ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder, Upcycled};
+use plimsoll_model::{
+    ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder, TypesByGroup, Upcycled,
+    WeightGroup,
+};
 use plimsoll_train::OutputFolder;
 use serde_json::json;
 
 use crate::args::{ConvertArgs, OutputArgs};
+use crate::by_group::types_by_group;
 use crate::failure::Failure;
 use crate::models;
 use crate::output::outln;
@@ -29,27 +33,85 @@ pub fn run(args: &ConvertArgs) -> Result<(), Failure> {
     }
 }
 
-/// What `--output` and `--dtype` ask for together.
-fn target(args: &OutputArgs) -> Result<Target, Failure> {
+/// What `--output` and `--dtype` ask for together, and the groups whose linears are packed where not all are.
+fn target(args: &OutputArgs, spec: &ModelSpec) -> Result<(Target, Option<Vec<WeightGroup>>), Failure> {
     let gguf = args.output.extension().is_some_and(|extension| extension == "gguf");
-    let name = args.dtype.to_lowercase();
-    let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == name);
-    let in_gguf = |dtype: DType| ggml_type(dtype).is_some() && (dtype.is_float() || can_quantize(dtype));
-    match dtype {
-        Some(dtype) if gguf && in_gguf(dtype) => Ok(Target::Gguf(dtype)),
-        Some(dtype) if !gguf && dtype.is_float() => Ok(Target::HuggingFace(dtype)),
-        Some(DType::Int8) if !gguf => Ok(Target::EightBit),
-        Some(DType::Mxfp4) if !gguf => Ok(Target::Mxfp4),
-        Some(dtype) if !gguf && FourBit::of(dtype).is_some() => {
-            let kind = FourBit::of(dtype).unwrap_or(FourBit::Nf4);
-            Ok(Target::FourBit { kind, doubly: !dtype.has_rows() })
-        }
-        _ => Err(Failure::usage(format!(
-            "--dtype {}: a GGUF file holds f32, bf16, f16, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k, q6_k or mxfp4; a folder \
-             f32, bf16, f16, nf4, nf4_f32, fp4, fp4_f32, int8 or mxfp4",
-            args.dtype
-        ))),
+    let types = types_by_group("--dtype", &args.dtype, spec, |name| {
+        let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == name);
+        let held = |dtype: &DType| if gguf { in_gguf(*dtype) } else { in_folder(*dtype) };
+        dtype.filter(held).ok_or_else(|| {
+            "a GGUF file holds f32, bf16, f16, q8_0, q5_0, q5_1, q4_0, q4_1, q4_k, q6_k or mxfp4; a folder f32, bf16, \
+             f16, nf4, nf4_f32, fp4, fp4_f32, int8 or mxfp4"
+                .to_owned()
+        })
+    })?;
+    let fail = |reason: String| Failure::usage(format!("--dtype {}: {reason}", args.dtype));
+    if gguf {
+        return match types.of_group(WeightGroup::Router) {
+            Some(dtype) if dtype != DType::F32 && types.named().any(|(g, _)| g == WeightGroup::Router) => {
+                Err(fail(format!("a GGUF file has its routers in f32, not in {dtype}; leave router out")))
+            }
+            _ => Ok((Target::Gguf(types), None)),
+        };
     }
+    folder_target(&types, spec).map_err(fail)
+}
+
+fn in_gguf(dtype: DType) -> bool {
+    ggml_type(dtype).is_some() && (dtype.is_float() || can_quantize(dtype))
+}
+
+fn in_folder(dtype: DType) -> bool {
+    dtype.is_float() || matches!(dtype, DType::Int8 | DType::Mxfp4) || FourBit::of(dtype).is_some()
+}
+
+/// A folder is read by transformers in one type, and packed by one method; what is packed may be some of the groups.
+fn folder_target(
+    types: &TypesByGroup,
+    spec: &ModelSpec,
+) -> Result<(Target, Option<Vec<WeightGroup>>), String> {
+    let there = WeightGroup::in_model(spec);
+    let packs = |dtype: &DType| !dtype.is_float();
+    let packed: Vec<DType> =
+        types.named().map(|(_, dtype)| dtype).chain(types.rest()).filter(packs).collect();
+    let Some(dtype) = packed.first().copied() else {
+        let rest = types.rest().unwrap_or(DType::Bf16);
+        return match types.named().find(|(_, dtype)| *dtype != rest) {
+            Some((group, dtype)) => Err(format!(
+                "transformers reads a folder in one type, so that {} cannot be {dtype} beside {rest}; a GGUF file can hold it",
+                group.name()
+            )),
+            None => Ok((Target::HuggingFace(rest), None)),
+        };
+    };
+    if let Some(other) = packed.iter().find(|other| **other != dtype) {
+        return Err(format!(
+            "a folder is packed in one way, not in {dtype} and {other}; a GGUF file can hold two"
+        ));
+    }
+    let floats = types.named().map(|(_, dtype)| dtype).chain(types.rest());
+    if let Some(other) = floats.filter(|dtype: &DType| dtype.is_float()).find(|other| *other != DType::Bf16) {
+        return Err(format!("what is not packed in a folder is bf16, not {other}"));
+    }
+    let linears =
+        [WeightGroup::Attention, WeightGroup::Mlp, WeightGroup::Experts, WeightGroup::SharedExperts];
+    let unpacked = types.named().find(|(group, dtype)| packs(dtype) && !linears.contains(group));
+    if let Some((group, dtype)) = unpacked {
+        return Err(format!("{} is not packed in a folder: it is bf16, not {dtype}", group.name()));
+    }
+    let of = |group: &WeightGroup| types.of_group(*group) == Some(dtype);
+    let groups: Vec<WeightGroup> = there.into_iter().filter(|g| linears.contains(g) && of(g)).collect();
+    if dtype == DType::Mxfp4 {
+        return match types.named().find(|(group, own)| packs(own) && *group != WeightGroup::Experts) {
+            Some((group, _)) => Err(format!("a folder has experts in mxfp4, not {}", group.name())),
+            None => Ok((Target::Mxfp4, None)),
+        };
+    }
+    let target = match FourBit::of(dtype) {
+        Some(kind) => Target::FourBit { kind, doubly: !dtype.has_rows() },
+        None => Target::EightBit,
+    };
+    Ok((target, Some(groups)))
 }
 
 /// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.
@@ -59,7 +121,7 @@ pub fn write(
     source: &dyn RowSource,
     args: &OutputArgs,
 ) -> Result<(), Failure> {
-    let target = target(args)?;
+    let (target, packed) = target(args, spec)?;
     if args.output.exists() && !args.force {
         return Err(Failure::usage(format!(
             "{} is there already; choose another --output, or --force to replace it",
@@ -72,14 +134,17 @@ pub fn write(
     let bar = progress::counter(total / 1_000_000, "million parameters", args.json);
     let mut show = |done: u64, _: u64| bar.set_position(done / 1_000_000);
     let mut writer = Transcoder::new(spec, source, &mut show);
+    if let Some(groups) = packed {
+        writer = writer.packing(&groups);
+    }
     if let Some(size) = args.max_shard_size {
         writer = writer.shard_bytes(size.0);
     }
     let mut notes = Vec::new();
     let bytes = match target {
-        Target::Gguf(dtype) => {
+        Target::Gguf(types) => {
             let tokenizer = unless_missing(files.tokenizer_fields(), &mut notes)?;
-            writer.write_gguf(&args.output, dtype, tokenizer.as_ref())?
+            writer.write_gguf(&args.output, types, tokenizer.as_ref())?
         }
         _ => {
             let tokenizer = unless_missing(files.tokenizer(), &mut notes)?;

@@ -15,11 +15,12 @@ use serde_json::{Value, json};
 use super::folder::{Folder, Piece, REST};
 use super::{Target, Transcoder};
 use crate::layout::StoredTensor;
-use crate::parameters::{Parameter, Role};
+use crate::parameters::{Parameter, ParameterKind, Role};
 use crate::safetensors::StoredDType;
 use crate::save::{SaveError, SaveWriter};
 use crate::source::RowOrder;
 use crate::source::rows::{FourBitMatrix, stripes};
+use crate::types_by_group::WeightGroup;
 
 /// Bytes of a state, before padding: more than any takes.
 const STATE: u64 = 256;
@@ -46,7 +47,49 @@ enum Current {
     EightBit(String, Vec<u8>, Vec<f32>),
 }
 
-fn is_packed(tensor: &StoredTensor) -> bool {
+/// The groups whose linears are packed.
+#[derive(Clone, Copy)]
+pub(super) struct Packed([bool; WeightGroup::ALL.len()]);
+
+impl Default for Packed {
+    fn default() -> Packed {
+        Packed([true; WeightGroup::ALL.len()])
+    }
+}
+
+impl Packed {
+    pub fn of(groups: &[WeightGroup]) -> Packed {
+        Packed(WeightGroup::ALL.map(|group| groups.contains(&group)))
+    }
+
+    fn has(self, tensor: &StoredTensor) -> bool {
+        let of = tensor.parts.first().and_then(|part| WeightGroup::of(&part.parameter));
+        let group = of.and_then(|group| self.0.get(group as usize).copied()).unwrap_or(false);
+        group && is_linear(tensor)
+    }
+
+    /// The modules that transformers must leave as they are, where these are not just those that it leaves by itself. Experts go by the
+    /// module that has them.
+    fn left_out<'t>(self, tensors: impl Iterator<Item = &'t StoredTensor>) -> Vec<String> {
+        let mut left: Vec<String> = Vec::new();
+        let mut linears = 0;
+        for tensor in tensors.filter(|tensor| !self.has(tensor)) {
+            let matrix = |role: Role| role.kind() == ParameterKind::Matrix;
+            let Some(module) = tensor.name.strip_suffix(".weight").filter(|_| tensor.is_of(matrix)) else {
+                continue;
+            };
+            linears += u64::from(is_linear(tensor));
+            let module =
+                module.split_once(".experts.").map_or(module.to_owned(), |(of, _)| format!("{of}.experts"));
+            if left.last() != Some(&module) {
+                left.push(module);
+            }
+        }
+        if linears > 0 { left } else { Vec::new() }
+    }
+}
+
+fn is_linear(tensor: &StoredTensor) -> bool {
     tensor.rows == RowOrder::Natural && tensor.is_of(Role::is_block_matrix)
 }
 
@@ -58,18 +101,18 @@ impl Transcoder<'_> {
     pub(super) fn write_packed(&mut self, folder: &Path, target: Target) -> Result<u64, SaveError> {
         // The library packs linears, which experts are one by one alone.
         let spec = self.spec.with_single_experts();
-        let spec = &spec;
+        let (spec, packed) = (&spec, self.packed);
         let fail = |reason: &str| Folder::refusal(spec, TARGET, reason);
         if spec.architecture == "gpt_oss" {
             return Err(fail("transformers has its experts as stacks, which the library does not pack"));
         }
         let writer = SaveWriter::new(spec, REST).shard_bytes(self.shard_bytes);
-        let shards = writer.shards(|tensor| pieces(tensor, target).iter().map(Piece::bytes).sum());
-        if !shards.iter().flatten().any(is_packed) {
+        let shards = writer.shards(|tensor| pieces(tensor, target, packed).iter().map(Piece::bytes).sum());
+        if !shards.iter().flatten().any(is_linear) {
             return Err(fail("its linears are stored transposed, which the library does not pack"));
         }
         let odd =
-            |tensor: &&StoredTensor| is_packed(tensor) && tensor.shape().iter().product::<u64>() % 4 != 0;
+            |tensor: &&StoredTensor| packed.has(tensor) && tensor.shape().iter().product::<u64>() % 4 != 0;
         if let Some(tensor) = shards.iter().flatten().find(odd) {
             return Err(fail(&format!(
                 "{} has {:?} elements, no multiple of 4",
@@ -77,12 +120,16 @@ impl Transcoder<'_> {
                 tensor.shape()
             )));
         }
-        let quantization = quantization_config(target);
+        let mut quantization = quantization_config(target);
+        let left = packed.left_out(shards.iter().flatten());
+        if !left.is_empty() {
+            quantization["llm_int8_skip_modules"] = left.into();
+        }
         let folder = Folder { path: folder, spec, target: TARGET, quantization, shards: &shards };
         let mut current = Current::Nothing;
         self.write_pieces(
             &folder,
-            |tensor| pieces(tensor, target),
+            |tensor| pieces(tensor, target, packed),
             // Packed ones first, each a multiple of 8 bytes; then wider types before narrower ones.
             |content| match content {
                 Content::Plain(dtype) => u8::MAX - dtype.block_bytes() as u8,
@@ -232,9 +279,9 @@ fn quantization_config(target: Target) -> Value {
 }
 
 /// The tensors of a file that hold one of the layout's.
-fn pieces(tensor: &StoredTensor, target: Target) -> Vec<Piece<'_, Content>> {
+fn pieces(tensor: &StoredTensor, target: Target, packed: Packed) -> Vec<Piece<'_, Content>> {
     let piece = |name, dtype, shape, content| Piece::new(tensor, name, dtype, shape, content);
-    if !is_packed(tensor) {
+    if !packed.has(tensor) {
         let dtype = tensor.parts.first().map_or(REST, |part| part.role().saved_as(REST));
         let stored = StoredDType::from_device(dtype).unwrap_or(StoredDType::BF16);
         return vec![piece(tensor.name.clone(), stored, tensor.shape(), Content::Plain(dtype))];

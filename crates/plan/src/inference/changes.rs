@@ -61,7 +61,7 @@ pub(super) fn of(
         false => other.every_device(|request| request.fits()),
     };
     for dtype in STORAGES {
-        let other = InferenceQuestion { quantize: Some(dtype), ..*question };
+        let other = InferenceQuestion { quantize: dtype.into(), ..*question };
         let narrower = other.weight_bytes() < question.weight_bytes();
         if narrower && may_do(other)? && add("--quantize", dtype.name().to_owned(), other)? {
             break;

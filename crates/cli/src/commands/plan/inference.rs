@@ -12,10 +12,11 @@ use serde_json::Value;
 use super::describe::words;
 use crate::args::PlanArgs;
 use crate::asked::Asked;
+use crate::by_group::quantized_types;
 use crate::failure::Failure;
 use crate::output::{out, outln};
 use crate::row;
-use crate::session::{cache_type, inference_precision, quantized_type};
+use crate::session::{cache_type, inference_precision};
 use crate::speeds::PlanSpeeds;
 use crate::table;
 use crate::units::seconds;
@@ -25,13 +26,13 @@ const CONTEXT: u64 = 4096;
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let wanted = &args.inference;
-    let (quantize, cache) =
-        (quantized_type(wanted.quantize.as_deref())?, cache_type(wanted.kv_cache.as_deref())?);
+    let cache = cache_type(wanted.kv_cache.as_deref())?;
     let mut asked = Asked::new(&args.source, &Imported::default(), &args.machine, args.json)?;
     if args.elsewhere {
         asked = asked.elsewhere()?;
     }
     let spec = asked.origin.spec();
+    let quantize = quantized_types(wanted.quantize.as_deref(), spec)?;
     let context = context(wanted.context, spec)?;
     let ranks = ranks(&asked, args.machine.ranks)?;
     let dtype = wanted.dtype.as_deref();
