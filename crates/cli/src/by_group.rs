@@ -49,10 +49,8 @@ pub fn quantized_types(text: Option<&str>, spec: &ModelSpec) -> Result<TypesByGr
             format!("must be one of {}, or some of them as GROUP=TYPE", names.join(", "))
         })
     })?;
-    let linears =
-        [WeightGroup::Attention, WeightGroup::Mlp, WeightGroup::Experts, WeightGroup::SharedExperts];
-    if let Some((group, _)) = types.named().find(|(group, _)| !linears.contains(group)) {
-        let names: Vec<&str> = linears.iter().map(|group| group.name()).collect();
+    if let Some((group, _)) = types.named().find(|(group, _)| !WeightGroup::LINEARS.contains(group)) {
+        let names: Vec<&str> = WeightGroup::LINEARS.iter().map(|group| group.name()).collect();
         let reason = format!("{} is not quantised while loading; {} are", group.name(), names.join(", "));
         return Err(Failure::usage(format!("--quantize {text}: {reason}")));
     }

@@ -37,6 +37,10 @@ impl WeightGroup {
         WeightGroup::Head,
     ];
 
+    /// Those of a block's linears.
+    pub const LINEARS: [WeightGroup; 4] =
+        [WeightGroup::Attention, WeightGroup::Mlp, WeightGroup::Experts, WeightGroup::SharedExperts];
+
     /// As users write it.
     pub fn name(self) -> &'static str {
         match self {

@@ -1,6 +1,8 @@
 //! What is known of a step before it is run, from what it takes at rest and from runs of others: a run that could decide nothing
 //! is left out.
 
+use std::cmp::Ordering;
+
 use plimsoll_memory::{Phase, Tag, Tier};
 use plimsoll_model::{BlockId, ModelSpec};
 use plimsoll_step::{
@@ -9,7 +11,7 @@ use plimsoll_step::{
 
 use crate::limits::Limits;
 use crate::offload::TensorKind;
-use crate::resolve::{AS_FAST, Choice, Search, per_token};
+use crate::resolve::{AS_FAST, Choice, Search, per_token, sequences};
 use crate::runs::Wanted;
 
 /// Inputs of layers that are on their way out of the device at once.
@@ -125,26 +127,24 @@ impl Search<'_> {
             return 0.0;
         }
         // Of all ranks, as in the time of a plan.
-        let tokens = |settings: &StepSettings, accumulation: u64| {
-            let own = (settings.batch_size * settings.sequence_length).saturating_mul(accumulation);
-            own.saturating_mul(u64::from(settings.ranks.mesh.data))
+        let tokens = |settings: &StepSettings, accumulation| {
+            sequences(settings, accumulation).saturating_mul(settings.sequence_length)
         };
         let all = tokens(own, less.accumulation);
         // Updates wait for what they bring, whatever the passes before them do.
         let passes_waited = less.time.waiting_seconds - less.dry_run.updates.waited;
         let without_waiting = less.time.step_seconds - passes_waited.max(0.0);
-        let seconds = match own.batch_size == settings.batch_size {
-            true if own.offload.activations == Tier::Device => less.time.step_seconds,
-            true => without_waiting,
+        let as_many = all == tokens(settings, *accumulation);
+        let seconds = match own.batch_size.cmp(&settings.batch_size) {
+            Ordering::Equal if own.offload.activations == Tier::Device => less.time.step_seconds,
+            Ordering::Equal => without_waiting,
             // The same arithmetic in shorter operations, and what a pass does once is done more often.
-            false if own.batch_size > settings.batch_size && all == tokens(settings, *accumulation) => {
-                without_waiting
-            }
+            Ordering::Greater if as_many => without_waiting,
             // Full fine-tuning has no products that are made once in a pass, however long it is.
-            false if own.method.adapters().is_none() && all == tokens(settings, *accumulation) => {
+            Ordering::Less if own.method.adapters().is_none() && as_many => {
                 self.runs.rates.products(&less.dry_run.tally)
             }
-            false => 0.0,
+            Ordering::Less | Ordering::Greater => 0.0,
         };
         seconds / all.max(1) as f64
     }
@@ -159,18 +159,17 @@ impl Search<'_> {
         // What is kept more on disk is moved more.
         let moves_no_less =
             settings.offload.activations == Tier::Device || recomputes_less(checkpointing, own.checkpointing);
-        let sequences = |batch_size: u64, accumulation| batch_size.saturating_mul(accumulation);
-        let alone = settings.ranks.mesh.size() == 1 && longer.accumulation > 0;
+        let alone = settings.ranks.mesh.size() == 1;
         if further == 0
             || !(reads && moves_no_less && alone)
-            || sequences(batch_size, *accumulation) != sequences(own.batch_size, longer.accumulation)
+            || longer.sequences() != sequences(settings, *accumulation)
             || (StepSettings { batch_size, checkpointing, loss_chunk_tokens, ..own.clone() }) != *settings
         {
             return 0.0;
         }
         let bytes = bytes_of_pass(self.runs.spec, settings).saturating_mul(further);
         let seconds = longer.time.disk_seconds + bytes as f64 / self.runs.rates.disk.read;
-        seconds / sequences(batch_size, *accumulation).saturating_mul(settings.sequence_length).max(1) as f64
+        seconds / longer.sequences().saturating_mul(settings.sequence_length).max(1) as f64
     }
 }
 

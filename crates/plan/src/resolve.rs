@@ -15,6 +15,7 @@ use plimsoll_step::{Checkpointing, Offload, Precision, StepError, StepSettings, 
 use self::candidates::powers_of_two;
 pub(crate) use self::candidates::{batches, checkpointings, precisions};
 pub use self::choice::Choice;
+pub(crate) use self::choice::sequences;
 pub use self::lighter::lighter_choices;
 pub(crate) use self::settings::{check_experts, resolved_with, settled, step_settings};
 pub use self::settings::{loss_chunk_tokens, resolved_config};

@@ -32,7 +32,6 @@ use self::weigh::Merit;
 use crate::config::{Goal, Quality, RawConfig};
 use crate::divide::divide;
 use crate::limits::Limits;
-use crate::method::training_method;
 use crate::resolve::{choose, resolved_with};
 use crate::training_plan::Machine;
 
@@ -107,7 +106,7 @@ pub(crate) fn searched(
         walk.run(&all);
     } else if !walk.space.is_long {
         // What is found without a search is a point like others: no answer is worse. What it takes to find is not run again.
-        let method = training_method(config, spec, stored)?;
+        let method = walk.runs.method(config, stored)?;
         let plain = choose(config, &method, &walk.runs, limits)?;
         let point = walk.space.point_of(&(plain.settings, plain.accumulation));
         walk.run(point.as_slice());

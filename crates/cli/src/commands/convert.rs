@@ -70,7 +70,6 @@ fn folder_target(
     types: &TypesByGroup,
     spec: &ModelSpec,
 ) -> Result<(Target, Option<Vec<WeightGroup>>), String> {
-    let there = WeightGroup::in_model(spec);
     let packs = |dtype: &DType| !dtype.is_float();
     let packed: Vec<DType> =
         types.named().map(|(_, dtype)| dtype).chain(types.rest()).filter(packs).collect();
@@ -93,14 +92,11 @@ fn folder_target(
     if let Some(other) = floats.filter(|dtype: &DType| dtype.is_float()).find(|other| *other != DType::Bf16) {
         return Err(format!("what is not packed in a folder is bf16, not {other}"));
     }
-    let linears =
-        [WeightGroup::Attention, WeightGroup::Mlp, WeightGroup::Experts, WeightGroup::SharedExperts];
-    let unpacked = types.named().find(|(group, dtype)| packs(dtype) && !linears.contains(group));
+    let is_linear = |group: &WeightGroup| WeightGroup::LINEARS.contains(group);
+    let unpacked = types.named().find(|(group, dtype)| packs(dtype) && !is_linear(group));
     if let Some((group, dtype)) = unpacked {
         return Err(format!("{} is not packed in a folder: it is bf16, not {dtype}", group.name()));
     }
-    let of = |group: &WeightGroup| types.of_group(*group) == Some(dtype);
-    let groups: Vec<WeightGroup> = there.into_iter().filter(|g| linears.contains(g) && of(g)).collect();
     if dtype == DType::Mxfp4 {
         return match types.named().find(|(group, own)| packs(own) && *group != WeightGroup::Experts) {
             Some((group, _)) => Err(format!("a folder has experts in mxfp4, not {}", group.name())),
@@ -111,7 +107,8 @@ fn folder_target(
         Some(kind) => Target::FourBit { kind, doubly: !dtype.has_rows() },
         None => Target::EightBit,
     };
-    Ok((target, Some(groups)))
+    let of = |group: &WeightGroup| is_linear(group) && types.of_group(*group) == Some(dtype);
+    Ok((target, Some(WeightGroup::in_model(spec).into_iter().filter(of).collect())))
 }
 
 /// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.

@@ -7,11 +7,11 @@ use plimsoll_disk::LowerTiers;
 use plimsoll_model::ModelSpec;
 use plimsoll_parallel::{Communicator, DryRanks};
 use plimsoll_step::{
-    DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, Stage, StepError,
-    WeightStorage,
+    DecodeSettings, EvaluateSettings, Evaluator, MicroBatch, Precision, Stage, StepError, WeightStorage,
 };
 
-use super::{DryRun, nothing};
+use super::DryRun;
+use super::generating::dry_decoder;
 
 /// What an evaluation takes at a time, and where.
 #[derive(Clone, Copy)]
@@ -70,8 +70,7 @@ impl DryRun {
         loss_chunk_tokens: u64,
     ) -> Result<DryRun, StepError> {
         let (dry, tiers) = (Dry::new().standing_for(device), Arc::new(LowerTiers::dry()));
-        let mut decoder = Decoder::new(&dry, &tiers, spec.clone(), settings, storage)?;
-        decoder.load(nothing)?;
+        let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
         let n = settings.context as usize;
         let (tokens, targets) = (vec![0; n], vec![IGNORED_TARGET; n]);
         dry.take_tally();

@@ -109,7 +109,7 @@ impl DryRun {
 }
 
 /// A decoder that computes nothing.
-fn dry_decoder<'d>(
+pub(super) fn dry_decoder<'d>(
     dry: &'d Dry,
     tiers: &Arc<LowerTiers>,
     spec: &ModelSpec,

@@ -126,7 +126,8 @@ impl Choice {
     }
 }
 
-pub(super) fn sequences(settings: &StepSettings, accumulation: u64) -> u64 {
+/// The same of settings.
+pub(crate) fn sequences(settings: &StepSettings, accumulation: u64) -> u64 {
     let own = settings.batch_size.saturating_mul(accumulation);
     own.saturating_mul(u64::from(settings.ranks.mesh.data))
 }

@@ -8,7 +8,7 @@ use super::axes::{self, Setting, Value};
 use super::measure::changed;
 use crate::config::{Method, OffloadTarget, OptimizerOptions, Quality, RawConfig};
 use crate::limits::Limits;
-use crate::method::training_method;
+use crate::method::{Layouts, method_among, training_method};
 use crate::offload::TensorKind;
 use crate::resolve::{batches, settled};
 use crate::runs::Wanted;
@@ -127,10 +127,11 @@ impl<'a> Space<'a> {
         if storages.is_empty() {
             return Ok(vec![Ok(training_method(&self.config, self.spec, stored)?)]);
         }
+        let layouts = Layouts::default();
         let of = |value: &Value| {
             let mut config = self.config.clone();
             value.setting.apply(&mut config);
-            training_method(&config, self.spec, stored).map_err(|error| error.to_string())
+            method_among(&layouts, &config, self.spec, stored).map_err(|error| error.to_string())
         };
         Ok(storages.iter().map(of).collect())
     }
