@@ -154,6 +154,10 @@ fn the_operations_of_a_step_are_those_of_the_plan() {
         // What is computed again is a forward operation in the backward pass.
         assert_eq!(has("backward", "linear"), !set.is_empty());
         let words = String::from_utf8(bench_of("step", folder.path(), &arguments).stdout).unwrap();
-        assert!(words.contains("forward linear") && words.contains("the sum of all bounds"), "{words}");
+        // Which operations have a line of their own depends on how long they took.
+        let has_line = |one: &Value| {
+            words.contains(&format!("{} {}", one["phase"].as_str().unwrap(), one["name"].as_str().unwrap()))
+        };
+        assert!(operations.iter().any(has_line) && words.contains("the sum of all bounds"), "{words}");
     }
 }
