@@ -11,13 +11,15 @@ A question is a model, a machine or a budget, data, a goal, and some keys that a
 - Plans for this machine of models that are small enough are trained for two steps: planned and measured peak are equal, and the
   resident set stays under the line.
 A question that contradicts itself has to be refused with a message and exit code 2. Prints a line for each question that is not kept
-to, with the command, and the counts at the end; ends with 1 if there is one. Needs no packages and no network.
+to, with the command, and the counts at the end, or when it is interrupted; ends with 1 if there is one. Needs no packages and no
+network.
 """
 
 import argparse
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -171,6 +173,37 @@ def check_run(plimsoll, configuration, plan, folder, counts):
         yield f"train: {measured['process_peak_rss_bytes']} resident of {line}"
 
 
+def check(plimsoll, question, number, folder, args, counts):
+    """What is wrong with the answer to a question, and how it was asked."""
+    configuration = folder / "run.yaml"
+    model = question.set.get("model")
+    data = f"data: {{train: {folder / 'data.txt'}}}\noutput: {{dir: {folder / 'run'}}}\n"
+    configuration.write_text((f"model: {model}\n" if model else "") + data)
+    arguments = question.arguments(configuration)
+    code, plan = ask(plimsoll, arguments)
+    problems = []
+    if isinstance(plan, str):
+        counts["refused as contradictory"] += 1
+        # The longest of what nobody can hold is none.
+        nothing = code == 3 and "nothing fits for the goal" in plan
+        if (code != 2 or not plan.startswith("error:")) and not nothing:
+            problems.append(f"exit code {code}: {plan}")
+        if args.only is not None:
+            print(plan)
+        return problems, arguments
+    counts["fit" if plan["fits"] else "do not fit"] += 1
+    if plan["fits"] != (code == 0):
+        problems.append(f"fits {plan['fits']} with exit code {code}")
+    if plan["fits"]:
+        problems += within(plan)
+    problems += check_changes(plimsoll, question, configuration, plan, counts)
+    if number % 10 == 0 and essence(ask(plimsoll, arguments)[1]) != essence(plan):
+        problems.append("another answer to the same question")
+    if plan["fits"] and question.is_small and not args.no_runs:
+        problems += check_run(plimsoll, configuration, plan, folder, counts)
+    return problems, arguments
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plimsoll", default=REPOSITORY / "target/release/plimsoll")
@@ -180,43 +213,24 @@ def main():
     parser.add_argument("--no-runs", action="store_true", help="plan, and train nothing")
     args = parser.parse_args()
     plimsoll = str(args.plimsoll)
-    counts, wrong = Counter(), 0
+    counts, wrong = Counter(), []
     numbers = range(args.questions) if args.only is None else [args.only]
+    # A long storm that is stopped says what it has found.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "data.txt").write_text(TEXT)
-        for number in numbers:
-            question = Question(number, args.seed)
-            configuration = folder / "run.yaml"
-            model = question.set.get("model")
-            data = f"data: {{train: {folder / 'data.txt'}}}\noutput: {{dir: {folder / 'run'}}}\n"
-            configuration.write_text((f"model: {model}\n" if model else "") + data)
-            arguments = question.arguments(configuration)
-            code, plan = ask(plimsoll, arguments)
-            problems = []
-            if isinstance(plan, str):
-                counts["refused as contradictory"] += 1
-                # The longest of what nobody can hold is none.
-                nothing = code == 3 and "nothing fits for the goal" in plan
-                if (code != 2 or not plan.startswith("error:")) and not nothing:
-                    problems.append(f"exit code {code}: {plan}")
-                if args.only is not None:
-                    print(plan)
-            else:
-                counts["fit" if plan["fits"] else "do not fit"] += 1
-                if plan["fits"] != (code == 0):
-                    problems.append(f"fits {plan['fits']} with exit code {code}")
-                if plan["fits"]:
-                    problems += within(plan)
-                problems += check_changes(plimsoll, question, configuration, plan, counts)
-                if number % 10 == 0 and essence(ask(plimsoll, arguments)[1]) != essence(plan):
-                    problems.append("another answer to the same question")
-                if plan["fits"] and question.is_small and not args.no_runs:
-                    problems += check_run(plimsoll, configuration, plan, folder, counts)
-            for problem in problems:
-                print(f"{number}: {problem}\n    plimsoll plan {' '.join(arguments)}", flush=True)
-            wrong += bool(problems)
-    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())), f"; {wrong} wrong of {len(numbers)}", sep="")
+        try:
+            for number in numbers:
+                problems, arguments = check(plimsoll, Question(number, args.seed), number, folder, args, counts)
+                counts["asked"] += 1
+                for problem in problems:
+                    print(f"{number}: {problem}\n    plimsoll plan {' '.join(arguments)}", flush=True)
+                wrong += [number] if problems else []
+        except KeyboardInterrupt:
+            print(f"stopped before question {number}")
+    said = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    print(f"{said}; {len(wrong)} wrong of {counts['asked']}")
     sys.exit(1 if wrong else 0)
 
 

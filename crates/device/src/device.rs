@@ -46,6 +46,9 @@ pub enum Lent {
     Nothing(Tensor),
 }
 
+/// Bytes that are written to a device with memory of its own, or read from it, at once.
+pub const TRANSFER_BYTES: u64 = 4 << 20;
+
 /// What a plan has to know of the device that it is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceTraits {
@@ -60,6 +63,12 @@ pub struct DeviceTraits {
 impl DeviceTraits {
     /// The CPU's.
     pub const CPU: DeviceTraits = DeviceTraits { unified: true, alignment: ALIGNMENT, cuda: false };
+
+    /// How many bytes of a tensor of `bytes` bytes are best written or read at once: all where the arena is host memory; else no
+    /// more than [`TRANSFER_BYTES`], since they go through a buffer of that size.
+    pub fn transfer_bytes(self, bytes: u64) -> u64 {
+        if self.unified { bytes } else { bytes.min(TRANSFER_BYTES) }
+    }
 }
 
 /// Something that carries out the operations of a step in memory of its own.

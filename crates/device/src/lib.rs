@@ -26,7 +26,7 @@ pub use clock::{Clock, Due, Lines, Pace, Times, Transferred};
 pub use cost::{Arithmetic, Cost, Multiplied, THIN, Tally};
 pub use cpu::{Cpu, CpuOptions};
 pub use cuda::{Cuda, CudaError};
-pub use device::{Device, DeviceError, DeviceExt, DeviceTraits, Lent};
+pub use device::{Device, DeviceError, DeviceExt, DeviceTraits, Lent, TRANSFER_BYTES};
 pub use dry::Dry;
 pub use dtype::DType;
 pub use exact::ExactSum;

@@ -141,6 +141,13 @@ impl Tensor {
         possible.then(|| Tensor { start: self.start + start, shape, dtype, bytes, ..self.clone() })
     }
 
+    /// Some of its bytes, as they lie in memory. `None` outside the tensor.
+    pub fn bytes_from(&self, range: Range<u64>) -> Option<Tensor> {
+        let bytes = range.end.checked_sub(range.start).filter(|_| range.end <= self.bytes())?;
+        let (start, shape) = (self.start + range.start, Shape::new(&[bytes])?);
+        Some(Tensor { start, shape, dtype: DType::U8, bytes, ..self.clone() })
+    }
+
     /// Whether no other tensor is a view of the same block.
     pub fn is_alone(&self) -> bool {
         Arc::strong_count(&self.block) == 1

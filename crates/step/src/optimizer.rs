@@ -386,8 +386,13 @@ fn send_now(
     offset: u64,
     tensor: &Tensor,
 ) -> Result<(), StepError> {
-    let mut outcome = Ok(());
-    device.read(tensor, &mut |bytes| outcome = tiers.write_now(home, offset, bytes))?;
+    let (mut outcome, mut next) = (Ok(()), offset);
+    Contents::Device(vec![tensor.clone()]).read(device, tiers, &mut |bytes| {
+        if outcome.is_ok() {
+            outcome = tiers.write_now(home, next, bytes);
+        }
+        next += bytes.len() as u64;
+    })?;
     Ok(outcome?)
 }
 

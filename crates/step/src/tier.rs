@@ -34,7 +34,7 @@ mod pieces;
 mod pool;
 mod transit;
 
-pub(crate) use contents::{Contents, HomePart, Values};
+pub(crate) use contents::{Contents, HomePart, Values, clear};
 pub(crate) use parcel::{Extents, Parcel, buffer};
 pub(crate) use parcels::Parcels;
 pub(crate) use pieces::{Pieces, Unit, is_matrix};

@@ -9,14 +9,14 @@ use std::sync::atomic::Ordering;
 
 use common::watched::Watched;
 use common::*;
-use plimsoll_device::{Cpu, CpuOptions, Device, DeviceTraits, Dry, Transferred};
+use plimsoll_device::{Cpu, CpuOptions, Device, DeviceTraits, Dry, TRANSFER_BYTES, Transferred};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Tag, Tier};
-use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec};
+use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec, Parameter};
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
-    Adapters, Checkpointing, Compression, NormSource, Offload, StepError, StepSettings, Trainer,
-    TrainingMethod, UpdateTiming,
+    AdamSettings, Adapters, Checkpointing, Compression, EightBit, NormSource, Offload, OptimizerKind,
+    OptimizerSettings, StepError, StepSettings, Trainer, TrainingMethod, UpdateTiming,
 };
 
 const APART: DeviceTraits = DeviceTraits { unified: false, alignment: 256, cuda: false };
@@ -60,6 +60,7 @@ fn trained(spec: &ModelSpec, settings: &StepSettings) -> (Vec<f64>, Vec<Vec<u8>>
     drop(trainer);
     let found = [device.arena(), tiers.host(), tiers.disk()].map(Arena::high_water);
     assert_eq!(found, peaks, "{settings:?}");
+    assert!(device.most.get() <= TRANSFER_BYTES, "{} bytes at once", device.most.get());
     let copied = [0, 1].map(|way| device.copied[way].load(Ordering::Relaxed));
     assert_eq!(copied, [moved.copied_in, moved.copied_out], "{settings:?}");
     (losses, state)
@@ -122,6 +123,19 @@ fn what_comes_from_a_disk_in_two_hops_gives_the_same_bits_in_the_planned_memory(
             }
         }
     }
+}
+
+#[test]
+fn tables_and_their_states_go_to_a_device_apart_part_by_part() {
+    let spec = ModelSpec { vocab_size: 180_000, ..llama() };
+    let table = spec.parameters().iter().map(Parameter::elements).max().unwrap();
+    assert!(table > TRANSFER_BYTES);
+    let eight_bit = OptimizerKind::AdamW8bit(AdamSettings::default(), EightBit { embeddings: true });
+    let optimizer = OptimizerSettings { kind: eight_bit, ..OptimizerSettings::default() };
+    let settings = StepSettings { optimizer, ..settings(1, 8) };
+    let resident = trained(&spec, &settings);
+    let away = StepSettings { offload: all_on(Tier::Host), ..settings };
+    assert!(trained(&spec, &away) == resident);
 }
 
 /// Of a device apart alone, and where something is on a disk.

@@ -97,6 +97,14 @@ fn folder_target(
     if let Some((group, dtype)) = unpacked {
         return Err(format!("{} is not packed in a folder: it is bf16, not {dtype}", group.name()));
     }
+    let of = |group: &WeightGroup| is_linear(group) && types.of_group(*group) == Some(dtype);
+    let groups: Vec<WeightGroup> = WeightGroup::in_model(spec).into_iter().filter(of).collect();
+    if groups.is_empty() {
+        return Err(format!(
+            "no group of this model's linears would be packed in {dtype}: each has another type by name; \
+             leave {dtype} away, or one of the names"
+        ));
+    }
     if dtype == DType::Mxfp4 {
         return match types.named().find(|(group, own)| packs(own) && *group != WeightGroup::Experts) {
             Some((group, _)) => Err(format!("a folder has experts in mxfp4, not {}", group.name())),
@@ -107,8 +115,7 @@ fn folder_target(
         Some(kind) => Target::FourBit { kind, doubly: !dtype.has_rows() },
         None => Target::EightBit,
     };
-    let of = |group: &WeightGroup| is_linear(group) && types.of_group(*group) == Some(dtype);
-    Ok((target, Some(WeightGroup::in_model(spec).into_iter().filter(of).collect())))
+    Ok((target, Some(groups)))
 }
 
 /// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.

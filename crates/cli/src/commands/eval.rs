@@ -9,7 +9,7 @@ use plimsoll_memory::Tier;
 use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_parallel::{Collectives, Communicator, DryRanks};
-use plimsoll_plan::{DryRun, EvaluationPass, loss_chunk_tokens};
+use plimsoll_plan::{DryRun, loss_chunk_tokens};
 use plimsoll_step::{DecodeSettings, Decoder, MicroBatch};
 use serde_json::json;
 
@@ -23,13 +23,10 @@ use crate::ranks;
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
-use passes::Passes;
+use passes::{Passes, Windows};
 
 /// What `--format` is without being said.
 const TEXT: &str = "text";
-
-/// Windows are taken together up to about this many tokens.
-const TOKENS_PER_PASS: u64 = 2048;
 
 /// Tokens of a window that are taken together where a cache holds the others.
 const CACHED_CHUNK_TOKENS: u64 = 128;
@@ -130,25 +127,11 @@ struct Evaluated {
 
 /// Every window at once, several together.
 fn whole_windows(task: &Task<'_>, engine: &Engine, windows: &EvalWindows) -> Result<Evaluated, Failure> {
-    let (files, precision) = (&task.model.files, task.model.precision);
-    let longest = windows.longest() as u64;
-    let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, windows.len().max(1) as u64);
-    let chunk = |together| loss_chunk_tokens(files.spec().vocab_size, together * longest);
-    let passes = Passes::plan(task, engine, most, |together, storage| {
-        let pass = EvaluationPass {
-            device: engine.traits(),
-            precision,
-            storage,
-            batch_size: together,
-            length: longest,
-            loss_chunk_tokens: chunk(together),
-            samples: false,
-        };
-        DryRun::evaluation(files.spec(), task.dry(), pass)
-    })?;
+    let lengths = Windows { count: windows.len() as u64, longest: windows.longest() as u64, samples: false };
+    let passes = Passes::of_windows(task, engine, lengths)?;
     let device = engine.device(&passes.dry_run, engine.line(task.args.memory))?;
-    let (most, chunk) = (passes.together, chunk(passes.together));
-    let (mut evaluator, streaming) = passes.evaluator(task, &*device, (longest, chunk))?;
+    let most = passes.together;
+    let (mut evaluator, streaming) = passes.evaluator(task, &*device, lengths)?;
 
     let bar = progress::counter(windows.len() as u64, "windows", task.quiet());
     let (mut loss, mut targets) = (0.0, 0);

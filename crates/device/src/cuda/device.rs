@@ -10,7 +10,7 @@ use super::context::{Allocation, Context, Kernels, Stream};
 use super::driver::Driver;
 use super::lower::{self, Check, Places, WORKSPACE_BYTES};
 use super::{Card, CudaError, PTX, PTX_80, TENSOR_CORES, host, tables};
-use crate::{Device, DeviceError, DeviceTraits, Lent, Op, Tensor, Workspace};
+use crate::{Device, DeviceError, DeviceTraits, Lent, Op, TRANSFER_BYTES, Tensor, Workspace};
 
 /// Bytes beside the arena: the workspace, and the word where faults are left, with what aligns it.
 const BESIDE_BYTES: u64 = WORKSPACE_BYTES + 256;
@@ -97,7 +97,8 @@ pub struct Cuda {
     workspace: Cell<Workspace>,
 }
 
-/// Host memory that tensors are written from and read into.
+/// Page-locked memory that tensors are written from and read into: [`TRANSFER_BYTES`], or as many as the largest that was written or read
+/// as a whole.
 struct Bounce {
     memory: Region,
     /// Whether a copy from it may be on its way.
@@ -118,7 +119,7 @@ impl Cuda {
             memory: Arc::new(Allocation::new(context, arena_bytes)?),
             compute: Stream::new(context)?,
             copies: Arc::new([Stream::new(context)?, Stream::new(context)?]),
-            bounce: RefCell::new(Bounce { memory: Region::new(0)?, busy: false }),
+            bounce: RefCell::new(Bounce { memory: host::pinned(context, TRANSFER_BYTES)?, busy: false }),
             checks: RefCell::default(),
             workspace: Cell::default(),
             card: Arc::clone(card),

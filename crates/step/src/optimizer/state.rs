@@ -7,6 +7,7 @@ use plimsoll_memory::Tag;
 use plimsoll_model::Parameter;
 
 use crate::StepError;
+use crate::tier::clear;
 
 /// What a tensor of the training state is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -121,7 +122,7 @@ impl<'a> NewState<'a> {
     /// An 8-bit tensor of the parameter's shape whose blocks are all zero.
     pub fn codes(&mut self, kind: StateKind, absmax: StateKind) -> Result<(), StepError> {
         let codes = self.alloc(kind, DType::U8, &self.parameter.shape)?;
-        self.device.write(&codes, &mut |bytes| bytes.fill(0))?;
+        clear(self.device, &codes)?;
         let blocks = self.parameter.elements().div_ceil(BLOCK_8BIT);
         self.zeros(absmax, DType::F32, &[blocks])
     }

@@ -42,7 +42,8 @@ impl Contents {
     ) -> Result<(), StepError> {
         let parts = match self {
             Contents::Device(tensors) => {
-                return Ok(tensors.iter().try_for_each(|tensor| device.read(tensor, look))?);
+                let mut views = tensors.iter().flat_map(|tensor| transfers(device, tensor));
+                return Ok(views.try_for_each(|view| device.read(&view, look))?);
             }
             Contents::Homes(parts) => parts,
         };
@@ -62,7 +63,8 @@ impl Contents {
     ) -> Result<(), StepError> {
         let parts = match self {
             Contents::Device(tensors) => {
-                return Ok(tensors.iter().try_for_each(|tensor| device.write(tensor, fill))?);
+                let mut views = tensors.iter().flat_map(|tensor| transfers(device, tensor));
+                return Ok(views.try_for_each(|view| device.write(&view, fill))?);
             }
             Contents::Homes(parts) => parts,
         };
@@ -72,8 +74,8 @@ impl Contents {
         })
     }
 
-    /// Sets the bytes to the values of a parameter. `fill` writes those of rows; but where all of them are on the device, that is a
-    /// part of a table at a time, so that none of its size is ever in memory.
+    /// Sets the bytes to the values of a parameter. `fill` writes those of rows: where all of them are on the device, as many as go there
+    /// at once; else a part of a table at a time, so that none of its size is ever in memory.
     pub fn load<E: From<StepError>>(
         &self,
         device: &dyn Device,
@@ -85,9 +87,14 @@ impl Contents {
         let mut outcome = Ok(());
         if let (Contents::Device(tensors), true) = (self, values.is_all()) {
             for tensor in tensors {
-                device
-                    .write(tensor, &mut |bytes| outcome = fill(p, rows.clone(), *dtype, bytes))
-                    .map_err(StepError::from)?;
+                for (part, view) in row_transfers(device, tensor, rows) {
+                    device
+                        .write(&view, &mut |bytes| outcome = fill(p, part.clone(), *dtype, bytes))
+                        .map_err(StepError::from)?;
+                    if outcome.is_err() {
+                        return outcome;
+                    }
+                }
             }
             return outcome;
         }
@@ -158,6 +165,36 @@ impl<'p> Values<'p> {
             (!bytes.is_empty()).then_some((part, bytes.start as usize..bytes.end as usize))
         })
     }
+}
+
+/// Sets all bytes of a tensor to zero.
+pub(crate) fn clear(device: &dyn Device, tensor: &Tensor) -> Result<(), StepError> {
+    let mut views = transfers(device, tensor);
+    Ok(views.try_for_each(|view| device.write(&view, &mut |bytes| bytes.fill(0)))?)
+}
+
+/// A tensor's bytes, in order, as much at a time as goes between host and device at once.
+fn transfers(device: &dyn Device, tensor: &Tensor) -> impl Iterator<Item = Tensor> {
+    let (all, each) = (tensor.bytes(), device.traits().transfer_bytes(tensor.bytes()));
+    let views = (0..all).step_by(each.max(1) as usize);
+    views.filter_map(move |start| tensor.bytes_from(start..all.min(start.saturating_add(each))))
+}
+
+/// The same of a tensor of these rows of a parameter, by whole rows; all of them where none can be had by itself.
+fn row_transfers(device: &dyn Device, tensor: &Tensor, rows: &Range<u64>) -> Vec<(Range<u64>, Tensor)> {
+    let count = rows.end.saturating_sub(rows.start);
+    let row_bytes = tensor.bytes().checked_div(count).unwrap_or(0).max(1);
+    let each = (device.traits().transfer_bytes(tensor.bytes()) / row_bytes).max(1);
+    let whole = || vec![(rows.clone(), tensor.clone())];
+    if each >= count || tensor.rows() != count {
+        return whole();
+    }
+    let parts = (0..count).step_by(each as usize).map(|first| first..count.min(first + each));
+    let views = parts.map(|part| {
+        let view = tensor.slice_rows(part.clone())?;
+        Some((rows.start + part.start..rows.start + part.end, view))
+    });
+    views.collect::<Option<Vec<_>>>().unwrap_or_else(whole)
 }
 
 /// Goes through parts of homes with memory of at most [`PART`] bytes; every piece but the last of a part begins and ends

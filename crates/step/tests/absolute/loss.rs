@@ -92,10 +92,13 @@ fn gradients_of_unequal_micro_batches_add_up_by_their_weight() {
                 sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += share * part);
             }
         }
+        let largest = |of: &[f64]| of.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+        // A softmax takes no notice of what all keys share: a bias of keys has a gradient of nothing but rounding.
+        let rounding = 1e-6 * wanted.iter().map(|of| largest(of)).fold(0.0, f64::max);
         for ((p, got), wanted) in gradients(&device, &mut trainer, &batches).iter().zip(&wanted) {
-            let largest = wanted.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+            let allowed = 1e-5 * largest(wanted) + rounding;
             for (got, want) in got.iter().zip(wanted) {
-                assert!((got - want).abs() <= 1e-5 * largest + 1e-8, "{}: {got}, not {want}", p.name);
+                assert!((got - want).abs() <= allowed, "{}: {got}, not {want}", p.name);
             }
         }
     }

@@ -12,13 +12,15 @@ pub struct Watched {
     cpu: Cpu,
     /// How often the host has read what was found.
     pub reads: Cell<u64>,
+    /// The most bytes that were written or read at once.
+    pub most: Cell<u64>,
     /// Bytes copied in and out.
     pub copied: Arc<[AtomicU64; 2]>,
 }
 
 impl Watched {
     pub fn new(cpu: Cpu) -> Watched {
-        Watched { cpu, reads: Cell::new(0), copied: Arc::default() }
+        Watched { cpu, reads: Cell::new(0), most: Cell::new(0), copied: Arc::default() }
     }
 }
 
@@ -58,11 +60,13 @@ impl Device for Watched {
     }
 
     fn write(&self, out: &Tensor, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), DeviceError> {
+        self.most.set(self.most.get().max(out.bytes()));
         self.cpu.write(out, fill)
     }
 
     fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         self.reads.set(self.reads.get() + 1);
+        self.most.set(self.most.get().max(x.bytes()));
         self.cpu.read(x, look)
     }
 

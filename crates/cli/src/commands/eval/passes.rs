@@ -6,7 +6,9 @@ use plimsoll_device::{DType, Device};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::release_free_heap;
 use plimsoll_model::Parameter;
-use plimsoll_plan::{DryRun, PassFootprint, fitting_residency, streaming_overhead_bytes};
+use plimsoll_plan::{
+    DryRun, EvaluationPass, PassFootprint, fitting_residency, loss_chunk_tokens, streaming_overhead_bytes,
+};
 use plimsoll_step::{EvaluateSettings, Evaluator, Residency, StepError, WeightStorage};
 
 use super::Task;
@@ -16,6 +18,19 @@ use crate::ranks::everybody;
 use crate::session::Engine;
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
+
+/// Windows are taken together up to about this many tokens.
+const TOKENS_PER_PASS: u64 = 2048;
+
+/// What is evaluated as it is, without a cache.
+#[derive(Clone, Copy)]
+pub(super) struct Windows {
+    pub count: u64,
+    /// Tokens of the longest.
+    pub longest: u64,
+    /// Whether they hold samples: targets have weights, and samples see nothing of each other.
+    pub samples: bool,
+}
 
 /// Passes that fit.
 pub(super) struct Passes {
@@ -29,6 +44,23 @@ pub(super) struct Passes {
 }
 
 impl Passes {
+    /// Passes over windows, several together.
+    ///
+    /// # Errors
+    /// As [`Passes::plan`].
+    pub fn of_windows(task: &Task<'_>, engine: &Engine, windows: Windows) -> Result<Passes, Failure> {
+        let Windows { count, longest, samples } = windows;
+        let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, count.max(1));
+        let (spec, precision) = (task.model.files.spec(), task.model.precision);
+        Passes::plan(task, engine, most, |together, storage| {
+            let loss_chunk_tokens = loss_chunk_tokens(spec.vocab_size, together.saturating_mul(longest));
+            let (device, batch_size, length) = (engine.traits(), together, longest);
+            let pass =
+                EvaluationPass { device, precision, storage, batch_size, length, loss_chunk_tokens, samples };
+            DryRun::evaluation(spec, task.dry(), pass)
+        })
+    }
+
     /// The most windows at a time, up to `most`, with all weights in memory; where one window does not fit so, the most
     /// with weights left on disk. All ranks take as many. `run` is the evaluation of so many windows, run dry.
     ///
@@ -131,18 +163,19 @@ impl Passes {
         streaming::open(device, &self.dry_run, self.residency, &args.disk, layers)
     }
 
-    /// A model that is measured as it was planned, and what is streamed of it; the last are the longest sequence and the
-    /// tokens of a chunk of logits.
+    /// A model that is measured as it was planned, and what is streamed of it.
     pub fn evaluator<'d>(
         &self,
         task: &Task<'d>,
         device: &'d dyn Device,
-        (longest, loss_chunk_tokens): (u64, u64),
+        Windows { longest, .. }: Windows,
     ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
         let (tiers, streaming) = self.tiers(task, device)?;
         let Task { model, ranks, .. } = task;
         let types = |p: &Parameter| model.weight_type(p);
         let (spec, storage) = (model.own_spec().clone(), self.storage(model, &types));
+        let vocabulary = model.files.spec().vocab_size;
+        let loss_chunk_tokens = loss_chunk_tokens(vocabulary, self.together.saturating_mul(longest));
         let settings = EvaluateSettings { precision: model.precision, longest, loss_chunk_tokens };
         let mut evaluator = Evaluator::new(device, &tiers, spec, settings, storage)?;
         streaming::report_buffered(&tiers);

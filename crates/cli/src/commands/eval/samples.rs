@@ -4,11 +4,10 @@
 use plimsoll_data::Dataset;
 use plimsoll_parallel::Collectives;
 use plimsoll_plan::config::{ConfigError, RawConfig};
-use plimsoll_plan::{DryRun, EvaluationPass, loss_chunk_tokens};
 use plimsoll_train::{micro_batch, sample_encoder};
 
-use super::passes::Passes;
-use super::{Evaluated, TOKENS_PER_PASS, Task};
+use super::passes::{Passes, Windows};
+use super::{Evaluated, Task};
 use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::progress;
@@ -47,25 +46,11 @@ pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dat
 
 /// The sum of the losses, each by its weight, and of the weights.
 pub(super) fn measure(task: &Task<'_>, engine: &Engine, samples: &Dataset) -> Result<Evaluated, Failure> {
-    let (files, precision) = (&task.model.files, task.model.precision);
-    let length = samples.sequence_length();
-    let most = (TOKENS_PER_PASS / length.max(1)).clamp(1, samples.windows().max(1));
-    let chunk = |together: u64| loss_chunk_tokens(files.spec().vocab_size, together.saturating_mul(length));
-    let passes = Passes::plan(task, engine, most, |together, storage| {
-        let pass = EvaluationPass {
-            device: engine.traits(),
-            precision,
-            storage,
-            batch_size: together,
-            length,
-            loss_chunk_tokens: chunk(together),
-            samples: true,
-        };
-        DryRun::evaluation(files.spec(), task.dry(), pass)
-    })?;
+    let lengths = Windows { count: samples.windows(), longest: samples.sequence_length(), samples: true };
+    let passes = Passes::of_windows(task, engine, lengths)?;
     let device = engine.device(&passes.dry_run, engine.line(task.args.memory))?;
-    let (most, chunk) = (passes.together, chunk(passes.together));
-    let (mut evaluator, streaming) = passes.evaluator(task, &*device, (length, chunk))?;
+    let most = passes.together;
+    let (mut evaluator, streaming) = passes.evaluator(task, &*device, lengths)?;
     let bar = progress::counter(samples.windows(), "windows", task.quiet());
     let (mut loss, mut weight, mut next) = (0.0, 0.0, 0);
     while next < samples.windows() {
