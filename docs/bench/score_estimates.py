@@ -35,6 +35,7 @@ RULES = """\
    not asked unless a longest one is given that is reached; then every sequence has that length, and batches of several are padded.
    Where a source gives the mean and the deviation of its lengths, they are those of a log-normal distribution, cut at the longest.
 5. **Optimizer**: a bare Adam or AdamW is the stack's own default; others by name. Where nothing is said, the stack's default too.
+   torchtune's documentation names torchao's AdamW8bit and bitsandbytes' PagedAdamW8bit.
 6. **Checkpointing**: `full` is every layer, in the form that the stack's version takes unless "reentrant" is named. Selective forms
    are not asked.
 7. **Adapters**: rank and layers as written; a rank that is not written is that of another row of the same source, else the tool's, else 8.
@@ -69,8 +70,9 @@ TOOLS = [
     ("fitcheck", "peft", None, {}, {}, "scripts/measure.py: a loop of its own over a PEFT model"),
     ("fsdp_qlora", "peft", None,
      {"rank": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"], "dropout": 0.1},
-     {"outputs": "until_step", "attention": "sdpa"},
-     "train.py: a loop of its own over a PEFT model, which drops the output behind the step; its defaults; DDP is FSDP's NO_SHARD there"),
+     {"outputs": "until_step", "attention": "sdpa", "double_quantization": True},
+     "train.py: a loop of its own over a PEFT model, which drops the output behind the step; its defaults; DDP is FSDP's NO_SHARD there; "
+     "its Linear4bit has bitsandbytes' default of compress_statistics, which is double quantisation"),
     ("huggingface/peft docs", "hf", None, {"dropout": 0.1}, {}, "examples/sft: the Trainer; its configurations' dropout"),
     ("huggingface/peft", "peft", None, {}, {}, "method_comparison: a loop of its own"),
     ("ms-swift", "hf", "reserved", {"dropout": 0.05, "dtype": "f32"},
@@ -235,6 +237,8 @@ def decided_by(tool, row, request):
         keys["precision"] = request["precision"] + "-amp"
     if "lengths" in keys:
         keys["lengths"] = lengths_of(*keys["lengths"])
+    if "quantization" not in request:
+        keys.pop("double_quantization", None)
     if tool[0] == "fsdp_qlora" and "DDP" in row["parallelism"]:
         keys["fsdp"] = "no_shard"
     if tool[0] == "QwenLM/Qwen" and not request.get("lora"):
@@ -252,7 +256,8 @@ def precision_of(row, lora):
     found = {}
     if re.search(r"nf4|4-?bit|\bint4\b", text):
         found["quantization"] = "nf4"
-        found["double_quantization"] = bool(re.search(r"\bdq\b|-dq", text))
+        if re.search(r"\bdq\b|-dq", text):
+            found["double_quantization"] = True
     elif re.search(r"int8|8-?bit", text):
         found["quantization"] = "int8"
     mixed = bool(re.search(r"amp|mixed|autocast", text))
@@ -351,7 +356,8 @@ def training_of(row):
     text = row["optimizer"].lower().replace(" ", "")
     if "in-bwd" in text:
         found["optimizer_in_backward"] = True
-    if "torchaoadamw8bit" in text:
+    tool = tool_of(row)
+    if "torchaoadamw8bit" in text or text == "adamw8bit" and tool and tool[1] == "torchtune":
         found["optimizer"] = "adamw_torch_8bit"
     elif "paged" in text:
         found["optimizer"] = "paged_adamw_8bit"

@@ -3,6 +3,8 @@
 //! Follows `torch/optim/adamw.py`, `bitsandbytes/optim/optimizer.py`, `torchao/optim`, `transformers/optimization.py`
 //! and `torch/nn/utils/clip_grad.py`.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 use crate::eager::{Storage, Tensor, Torch};
@@ -18,6 +20,9 @@ const MIN_PAGED: u64 = 100_000;
 /// Elements that one thread block of a multi-tensor kernel takes (`aten/src/ATen/native/cuda/MultiTensorApply.cuh`).
 const CHUNK: u64 = 65536;
 
+/// Bytes of the tensor that `triton.testing.do_bench` writes between two measurements.
+const FLUSHED: u64 = 256_000_000;
+
 /// The states of an optimizer.
 pub(crate) struct States {
     optimizer: Optimizer,
@@ -25,17 +30,33 @@ pub(crate) struct States {
     tensors: Vec<Vec<Rc<Storage>>>,
     /// Tables that all parameters share.
     shared: Vec<Rc<Storage>>,
+    /// Shapes whose compiled update has been measured by Inductor's autotuner, in this process.
+    tuned: Rc<RefCell<BTreeSet<Vec<u64>>>>,
 }
 
 impl States {
     /// Those of an optimizer that has made no step.
     pub fn new(optimizer: Optimizer) -> States {
-        States { optimizer, tensors: Vec::new(), shared: Vec::new() }
+        States { optimizer, tensors: Vec::new(), shared: Vec::new(), tuned: Rc::default() }
+    }
+
+    /// Those of another optimizer of the same process, as where each parameter has its own.
+    pub fn another(&self) -> States {
+        States { tuned: Rc::clone(&self.tuned), ..States::new(self.optimizer) }
     }
 
     /// `optimizer.step()` for parameters with gradients.
     pub fn step(&mut self, torch: &Torch, parameters: &[Tensor]) {
         torch.no_grad(|| {
+            if self.optimizer == Optimizer::TorchaoAdamW8bit {
+                for (at, parameter) in parameters.iter().enumerate() {
+                    if self.tensors.len() <= at {
+                        self.restore(torch, std::slice::from_ref(parameter));
+                    }
+                    self.compiled_update(torch, parameter);
+                }
+                return;
+            }
             if self.tensors.len() < parameters.len() {
                 let first = self.tensors.len();
                 self.restore(torch, &parameters[first..]);
@@ -89,8 +110,7 @@ impl States {
             Optimizer::PagedAdamW32bit if in_managed_memory(true) => Vec::new(),
             Optimizer::PagedAdamW32bit => vec![full(TorchType::F32), full(TorchType::F32)],
             Optimizer::TorchaoAdamW8bit => {
-                let quantised = elements >= MIN_8BIT && elements.is_multiple_of(STATE_BLOCK);
-                let state = |_| match quantised {
+                let state = |_| match has_blocks(elements) {
                     true => vec![
                         full(TorchType::U8),
                         list(elements / STATE_BLOCK, TorchType::F32),
@@ -128,6 +148,28 @@ impl States {
         }
     }
 
+    /// torchao's `single_param_adam`, which is compiled for each shape. Inductor makes one reduction of it, which goes over each block of 256
+    /// twice, for the scale and for the codes; what lies between is a buffer of the parameter's size in f32. A shape's first call
+    /// measures six forms of the kernel (`triton_heuristics.reduction` without a hint): what the kernel changes is cloned for
+    /// each (`clone_args`), parameter, codes and scales twice, as they are its inputs and its outputs, beside the tensor with which
+    /// Triton's `do_bench` flushes the cache. Read off the code that torch 2.5.1 writes for torchao 0.6.1.
+    fn compiled_update(&self, torch: &Torch, parameter: &Tensor) {
+        let elements = parameter.shape().elements();
+        if !has_blocks(elements) {
+            return;
+        }
+        let like = |dtype: TorchType| torch.empty(&parameter.shape(), dtype, "single_param_adam");
+        let buffer = like(TorchType::F32);
+        if self.tuned.borrow_mut().insert(parameter.shape().to_vec()) {
+            let scales = || torch.empty(&[elements / STATE_BLOCK], TorchType::F32, "clone_preserve_strides");
+            let clones =
+                |_| [like(parameter.dtype()), like(TorchType::U8), like(TorchType::U8), scales(), scales()];
+            let clones: Vec<_> = (0..2).map(clones).collect();
+            drop((torch.empty(&[FLUSHED], TorchType::I8, "do_bench"), clones));
+        }
+        drop(buffer);
+    }
+
     fn temporaries(&self, torch: &Torch, parameters: &[Tensor]) {
         let like = |parameter: &Tensor, dtype: TorchType, name| torch.empty(&parameter.shape(), dtype, name);
         match self.optimizer {
@@ -149,9 +191,6 @@ impl States {
                     drop((root, quotient));
                 }
             }
-            Optimizer::TorchaoAdamW8bit => {
-                // `single_param_adam`, compiled for each parameter: gradient and states in f32 within the kernel.
-            }
             Optimizer::Adafactor => {
                 for parameter in parameters {
                     let upcast = |x: &Tensor| {
@@ -165,13 +204,20 @@ impl States {
                     drop((update, product, grad, copy));
                 }
             }
-            Optimizer::AdamWFused
+            // Parameter by parameter: `compiled_update`.
+            Optimizer::TorchaoAdamW8bit
+            | Optimizer::AdamWFused
             | Optimizer::AdamW8bit { .. }
             | Optimizer::PagedAdamW32bit
             | Optimizer::Sgd { .. }
             | Optimizer::Lion { .. } => {}
         }
     }
+}
+
+/// Whether torchao keeps the states of so many elements in 8 bits.
+fn has_blocks(elements: u64) -> bool {
+    elements >= MIN_8BIT && elements.is_multiple_of(STATE_BLOCK)
 }
 
 /// `clip_grad_norm_`: a norm of each gradient, partial sums within the kernel, the norm of norms.

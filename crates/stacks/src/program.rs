@@ -290,7 +290,7 @@ impl<'a> Process<'a> {
         }
         if within {
             for parameter in &parameters {
-                let mut own = States::new(run.optimizer);
+                let mut own = states.another();
                 if run.resume {
                     self.resume(&mut own, std::slice::from_ref(parameter));
                 }

@@ -5,6 +5,7 @@
 //! it; embeddings, the last norm and the head are the root unit, which stays gathered from the forward pass to the end of the backward pass.
 //! What a step computes is left to `model`. Messages take no time here: a rank's memory does not depend on what others send.
 
+mod quantised;
 mod sizes;
 mod unit;
 
@@ -14,7 +15,7 @@ use std::rc::Rc;
 use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
 use crate::model::Decoder;
-use crate::run::{Autocast, Run, Sharding, TorchType};
+use crate::run::{Autocast, Quantization, Run, Sharding, TorchType};
 use sizes::Sizes;
 use unit::Unit;
 
@@ -31,6 +32,8 @@ const REUSE_DISTANCE: u64 = 1_000_000_000;
 pub(crate) struct Shards {
     sharding: Sharding,
     units: Vec<Unit>,
+    /// Of 4-bit weights, which every rank has of all.
+    _scales: Vec<Tensor>,
     /// What lives from the beginning to the end: buckets, partitions of gradients.
     kept: RefCell<Vec<Tensor>>,
     /// The unit that is still gathered behind the one in use.
@@ -66,6 +69,12 @@ impl Shards {
             false => torch.on_meta(|| Decoder::load(torch, &model)),
         };
         let sizes = Sizes::of(run, &model);
+        let scales = match run.quantization {
+            Some(Quantization::FourBit { double, .. }) if !whole => {
+                quantised::quantise(torch, &sizes.four_bit, double, model.weights)
+            }
+            _ => Vec::new(),
+        };
         let layers = decoder.trained_by_block();
         let mut units = Vec::with_capacity(layers.len());
         for (place, trained) in layers.into_iter().enumerate() {
@@ -75,6 +84,7 @@ impl Shards {
         let shards = Rc::new(Shards {
             sharding: run.sharding,
             units,
+            _scales: scales,
             kept: RefCell::default(),
             last: Cell::new(None),
             adapters_are_units: matches!(run.sharding, Sharding::Fsdp1 { .. }) && run.adapter.is_some(),

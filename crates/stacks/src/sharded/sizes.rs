@@ -5,9 +5,6 @@ use plimsoll_model::parameters::BlockId;
 use crate::model::are_modules;
 use crate::run::{Offload, Quantization, Run, Sharding, TorchType};
 
-/// Values for each scale of 4-bit matrices (`bitsandbytes/functional.py`).
-const BLOCK: u64 = 64;
-
 /// What decides how much of a unit there is where.
 pub(super) struct Sizes {
     pub ranks: u64,
@@ -21,6 +18,8 @@ pub(super) struct Sizes {
     frozen: Vec<[u64; 3]>,
     /// Bytes of every tensor of a unit that is not an adapter's, as it comes to the device.
     tensors: Vec<Vec<u64>>,
+    /// Elements of every matrix that 4 bits are made of, in the order of the model.
+    pub four_bit: Vec<u64>,
 }
 
 impl Sizes {
@@ -43,7 +42,14 @@ impl Sizes {
             .collect();
         let frozen = blocks.iter().map(|blocks| of_block(run, inner, blocks)).collect();
         let tensors = blocks.iter().map(|blocks| tensors_of(run, blocks)).collect();
+        let four_bit = match run.quantization {
+            Some(Quantization::FourBit { .. }) => {
+                blocks.iter().flat_map(|blocks| matrices_of(run, blocks)).collect()
+            }
+            _ => Vec::new(),
+        };
         Sizes {
+            four_bit,
             ranks: run.devices.max(1),
             sharding: run.sharding,
             offload,
@@ -78,6 +84,19 @@ fn tensors_of(run: &Run, blocks: &[BlockId]) -> Vec<u64> {
         .collect()
 }
 
+/// Elements of the matrices of a unit that can be quantised.
+fn matrices_of(run: &Run, blocks: &[BlockId]) -> Vec<u64> {
+    let parameters = blocks.iter().flat_map(|block| run.model.block_parameters(*block));
+    let matrices = parameters.filter(|parameter| is_linear(run, blocks, &parameter.shape));
+    // Experts that are modules come one by one.
+    let each = |shape: &[u64]| {
+        let [outer, inner] = [shape.len() - 2, shape.len() - 1].map(|at| shape[at]);
+        let count = shape[..shape.len() - 2].iter().product::<u64>();
+        (0..count).map(move |_| outer * inner)
+    };
+    matrices.flat_map(|parameter| each(&parameter.shape)).collect()
+}
+
 /// Whether a parameter of a unit is a matrix of a linear, or the matrices of experts that are modules: what can be quantised.
 fn is_linear(run: &Run, blocks: &[BlockId], shape: &[u64]) -> bool {
     let is_matrix = shape.len() == 2 || shape.len() == 3 && are_modules(run);
@@ -95,11 +114,8 @@ fn of_block(run: &Run, inner: &Run, blocks: &[BlockId]) -> [u64; 3] {
         let elements: u64 = parameter.shape.iter().product();
         let is_linear = is_linear(run, blocks, &parameter.shape);
         let [shared, own] = match run.quantization {
-            // Packed weights are shared; their scales are attributes that every rank has.
-            Some(Quantization::FourBit { double, .. }) if is_linear => {
-                let scales = elements / BLOCK;
-                [elements / 2, if double { scales + scales / 64 } else { 4 * scales }]
-            }
+            // Packed weights are shared; their scales are attributes that every rank has (`quantised`).
+            Some(Quantization::FourBit { .. }) if is_linear => [elements / 2, 0],
             Some(Quantization::Int8) if is_linear => [elements, 4 * parameter.rows()],
             _ => [elements * inner.weights.bytes(), 0],
         };

@@ -92,9 +92,10 @@ impl Unit {
                 if offload.parameters { host += half } else { keep(half, "partition") }
             }
         }
-        // FSDP1 has a flat share of a unit; FSDP2 and DeepSpeed share parameter by parameter.
+        // FSDP1 has a flat share of a unit, and each adapter's matrix is a unit within the block's (PEFT's `fsdp_auto_wrap_policy`, the
+        // policy of llama-recipes); FSDP2 and DeepSpeed share parameter by parameter.
         let sizes_of_shares: Vec<u64> = match sharding {
-            Sharding::Fsdp1 { .. } if elements > 0 => vec![elements.div_ceil(ranks)],
+            Sharding::Fsdp1 { .. } if elements > 0 && frozen_elements == 0 => vec![elements.div_ceil(ranks)],
             Sharding::Zero { .. } if elements > 0 => vec![elements.div_ceil(ranks)],
             _ => trained.iter().map(|tensor| tensor.shape().elements().div_ceil(ranks)).collect(),
         };
@@ -169,6 +170,11 @@ impl Unit {
         }
         let trained: u64 = self.trained.iter().map(Tensor::bytes).sum();
         let bytes = self.frozen[0] + trained;
+        // Of FSDP1: the block's own flat parameter, and those of its adapters.
+        let flats = match self.frozen[0] {
+            0 => vec![bytes],
+            frozen => [frozen].into_iter().chain(self.trained.iter().map(Tensor::bytes)).collect(),
+        };
         let on = |stream: Stream, bytes: u64, name| {
             torch.memory().on_stream(stream, || {
                 torch.of_kind(Kind::Communication, || torch.empty(&[bytes], TorchType::U8, name))
@@ -179,11 +185,13 @@ impl Unit {
             // A share on the host is copied to the device, or one of another type cast, and freed behind the exchange.
             Sharding::Fsdp1 { .. } => {
                 let casts = self.shares.first().is_some_and(|share| share.dtype() != self.gradient_type());
-                let share =
-                    (self.on_host || casts).then(|| on(COPIES, bytes.div_ceil(self.ranks), "mp_shard"));
-                gathered.push(flat(bytes.next_multiple_of(self.ranks), "all_gather"));
-                if let Some(share) = share {
-                    torch.memory().record_stream(share.storage(), NCCL);
+                for bytes in flats {
+                    let share =
+                        (self.on_host || casts).then(|| on(COPIES, bytes.div_ceil(self.ranks), "mp_shard"));
+                    gathered.push(flat(bytes.next_multiple_of(self.ranks), "all_gather"));
+                    if let Some(share) = share {
+                        torch.memory().record_stream(share.storage(), NCCL);
+                    }
                 }
                 // The host has waited for the event of the unit before last (`limit_all_gathers`).
                 torch.memory().synchronize();
@@ -229,10 +237,17 @@ impl Unit {
             torch.of_kind(Kind::Communication, || torch.empty(&[bytes], TorchType::U8, name))
         };
         // FSDP's copy of a unit's gradients; DeepSpeed copies into its bucket.
+        // One adapter at a time where each is a unit of its own.
+        let of_parts = matches!(self.sharding, Sharding::Fsdp1 { .. }) && self.frozen[0] > 0;
         let input = match self.sharding {
             Sharding::Zero { .. } => None,
+            _ if of_parts => None,
             _ => Some(flat(bytes, "reduce_scatter_input")),
         };
+        if of_parts {
+            let there = self.trained.iter().filter(|tensor| tensor.grad().is_some());
+            there.for_each(|tensor| drop(flat(tensor.bytes(), "reduce_scatter_input")));
+        }
         self.trained.iter().for_each(|tensor| drop(tensor.take_grad()));
         if away {
             return;
