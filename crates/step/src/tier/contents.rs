@@ -84,20 +84,19 @@ impl Contents {
         fill: &mut impl FnMut(&Parameter, Range<u64>, DType, &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let Values { parameter: p, rows, dtype, .. } = &values;
-        let mut outcome = Ok(());
         if let (Contents::Device(tensors), true) = (self, values.is_all()) {
             for tensor in tensors {
                 for (part, view) in row_transfers(device, tensor, rows) {
+                    let mut filled = Ok(());
                     device
-                        .write(&view, &mut |bytes| outcome = fill(p, part.clone(), *dtype, bytes))
+                        .write(&view, &mut |bytes| filled = fill(p, part.clone(), *dtype, bytes))
                         .map_err(StepError::from)?;
-                    if outcome.is_err() {
-                        return outcome;
-                    }
+                    filled?;
                 }
             }
-            return outcome;
+            return Ok(());
         }
+        let mut outcome = Ok(());
         let mut parts = values.parts().map(|(rows, wanted)| -> Result<(Region, Range<usize>), E> {
             let bytes = dtype.bytes_for((rows.end - rows.start) * p.columns()).unwrap_or(0);
             let mut memory = Region::new(bytes).map_err(|e| StepError::from(DiskError::from(e)))?;
