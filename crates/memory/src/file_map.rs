@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 
 use memmap2::{Advice, Mmap, MmapOptions, UncheckedAdvice};
 
-/// The kernel maps up to this many neighbouring bytes along with a page that is touched (its "fault-around"
-/// window), so releasing takes them along.
-const FAULT_AROUND: usize = 64 << 10;
+/// The kernel maps neighbouring bytes along with a page that is touched: 64 KiB (its "fault-around" window), or the whole piece of the
+/// page cache that the page lies in, of at most this many bytes. So releasing takes them along.
+const MAPPED_AT_ONCE: usize = 2 << 20;
 
 /// A file mapped read-only and privately. An empty file is an empty map.
 ///
@@ -67,8 +67,8 @@ impl FileMap {
     /// again. Pages around the range go too, and what lies beyond the file is no error.
     pub fn release(&self, range: Range<usize>) {
         let Some(map) = &self.map else { return };
-        let start = range.start.saturating_sub(FAULT_AROUND).min(map.len());
-        let end = range.end.saturating_add(FAULT_AROUND).min(map.len());
+        let start = range.start.saturating_sub(MAPPED_AT_ONCE).min(map.len());
+        let end = range.end.saturating_add(MAPPED_AT_ONCE).min(map.len());
         if start < end {
             // SAFETY: nothing ever writes to the map, so it holds no page of its own: a dropped page comes back from
             // the file with the file's contents, and no reference is invalidated. The range lies within the map.
@@ -109,6 +109,25 @@ mod tests {
         std::fs::rename(folder.path().join("new"), map.path()).unwrap();
         map.release_all();
         assert_eq!(map.bytes(), bytes);
+    }
+
+    /// Systems whose page cache has large pieces map the whole of one when a page is touched, far beyond what was read.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn nothing_that_was_read_and_released_stays_resident() {
+        let (_folder, map) = map(&vec![1; 24 << 20]);
+        let [mut start, end] = [(5 << 20) + 777, (9 << 20) + 777];
+        while start < end {
+            let range = start..start + (256 << 10);
+            assert_eq!(map.bytes()[range.clone()].iter().map(|x| u64::from(*x)).sum::<u64>(), 256 << 10);
+            map.release(range.clone());
+            start = range.end;
+        }
+        let name = map.path().to_str().unwrap();
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let own = maps.lines().skip_while(|line| !line.ends_with(name));
+        let resident = own.into_iter().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        assert_eq!(resident.trim(), "0 kB");
     }
 
     #[test]
