@@ -213,7 +213,7 @@ def main():
     parser.add_argument("--no-runs", action="store_true", help="plan, and train nothing")
     args = parser.parse_args()
     plimsoll = str(args.plimsoll)
-    counts, wrong = Counter(), []
+    counts, wrong = Counter(), 0
     numbers = range(args.questions) if args.only is None else [args.only]
     # A long storm that is stopped says what it has found.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -226,11 +226,11 @@ def main():
                 counts["asked"] += 1
                 for problem in problems:
                     print(f"{number}: {problem}\n    plimsoll plan {' '.join(arguments)}", flush=True)
-                wrong += [number] if problems else []
+                wrong += bool(problems)
         except KeyboardInterrupt:
             print(f"stopped before question {number}")
     said = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-    print(f"{said}; {len(wrong)} wrong of {counts['asked']}")
+    print(f"{said}; {wrong} wrong of {counts['asked']}")
     sys.exit(1 if wrong else 0)
 
 

@@ -173,6 +173,7 @@ fn groups_have_types_of_their_own() {
         ("mixture", "a", "experts=nf4,f32", "not f32"),
         ("mixture", "a", "embedding=nf4,bf16", "embedding is not packed"),
         ("mixture", "a", "experts=f32,bf16", "experts cannot be f32 beside bf16"),
+        ("mixture", "a", "experts=bf16,mxfp4", "no group of this model's linears would be packed"),
         ("out", "a", "attention=bf16,mlp=bf16,nf4", "no group of this model's linears would be packed"),
     ] {
         let output = plimsoll(folder, &["convert", "--model", model, "--output", output, "--dtype", dtype]);

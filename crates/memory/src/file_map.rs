@@ -125,8 +125,8 @@ mod tests {
         }
         let name = map.path().to_str().unwrap();
         let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let own = maps.lines().skip_while(|line| !line.ends_with(name));
-        let resident = own.into_iter().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        let mut own = maps.lines().skip_while(|line| !line.ends_with(name));
+        let resident = own.find_map(|line| line.strip_prefix("Rss:")).unwrap();
         assert_eq!(resident.trim(), "0 kB");
     }
 

@@ -97,25 +97,28 @@ fn folder_target(
     if let Some((group, dtype)) = unpacked {
         return Err(format!("{} is not packed in a folder: it is bf16, not {dtype}", group.name()));
     }
-    let of = |group: &WeightGroup| is_linear(group) && types.of_group(*group) == Some(dtype);
-    let groups: Vec<WeightGroup> = WeightGroup::in_model(spec).into_iter().filter(of).collect();
-    if groups.is_empty() {
+    let can_pack = |group: &WeightGroup| match dtype {
+        DType::Mxfp4 => *group == WeightGroup::Experts,
+        _ => is_linear(group),
+    };
+    if let Some((group, _)) = types.named().find(|(group, own)| packs(own) && !can_pack(group)) {
+        return Err(format!("a folder has experts in mxfp4, not {}", group.name()));
+    }
+    let mut groups = WeightGroup::in_model(spec);
+    groups.retain(can_pack);
+    let has_any = !groups.is_empty();
+    groups.retain(|group| types.of_group(*group) == Some(dtype));
+    if has_any && groups.is_empty() {
         return Err(format!(
             "no group of this model's linears would be packed in {dtype}: each has another type by name; \
              leave {dtype} away, or one of the names"
         ));
     }
-    if dtype == DType::Mxfp4 {
-        return match types.named().find(|(group, own)| packs(own) && *group != WeightGroup::Experts) {
-            Some((group, _)) => Err(format!("a folder has experts in mxfp4, not {}", group.name())),
-            None => Ok((Target::Mxfp4, None)),
-        };
-    }
-    let target = match FourBit::of(dtype) {
-        Some(kind) => Target::FourBit { kind, doubly: !dtype.has_rows() },
-        None => Target::EightBit,
-    };
-    Ok((target, Some(groups)))
+    Ok(match (dtype, FourBit::of(dtype)) {
+        (DType::Mxfp4, _) => (Target::Mxfp4, None),
+        (_, Some(kind)) => (Target::FourBit { kind, doubly: !dtype.has_rows() }, Some(groups)),
+        (_, None) => (Target::EightBit, Some(groups)),
+    })
 }
 
 /// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.

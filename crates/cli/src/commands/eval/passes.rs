@@ -32,6 +32,13 @@ pub(super) struct Windows {
     pub samples: bool,
 }
 
+impl Windows {
+    /// Tokens of so many windows whose logits exist at once.
+    fn loss_chunk_tokens(self, task: &Task<'_>, together: u64) -> u64 {
+        loss_chunk_tokens(task.model.files.spec().vocab_size, together.saturating_mul(self.longest))
+    }
+}
+
 /// Passes that fit.
 pub(super) struct Passes {
     /// Windows of a pass.
@@ -53,7 +60,7 @@ impl Passes {
         let most = (TOKENS_PER_PASS / longest.max(1)).clamp(1, count.max(1));
         let (spec, precision) = (task.model.files.spec(), task.model.precision);
         Passes::plan(task, engine, most, |together, storage| {
-            let loss_chunk_tokens = loss_chunk_tokens(spec.vocab_size, together.saturating_mul(longest));
+            let loss_chunk_tokens = windows.loss_chunk_tokens(task, together);
             let (device, batch_size, length) = (engine.traits(), together, longest);
             let pass =
                 EvaluationPass { device, precision, storage, batch_size, length, loss_chunk_tokens, samples };
@@ -168,15 +175,15 @@ impl Passes {
         &self,
         task: &Task<'d>,
         device: &'d dyn Device,
-        Windows { longest, .. }: Windows,
+        windows: Windows,
     ) -> Result<(Evaluator<'d>, Option<Streaming>), Failure> {
         let (tiers, streaming) = self.tiers(task, device)?;
         let Task { model, ranks, .. } = task;
         let types = |p: &Parameter| model.weight_type(p);
         let (spec, storage) = (model.own_spec().clone(), self.storage(model, &types));
-        let vocabulary = model.files.spec().vocab_size;
-        let loss_chunk_tokens = loss_chunk_tokens(vocabulary, self.together.saturating_mul(longest));
-        let settings = EvaluateSettings { precision: model.precision, longest, loss_chunk_tokens };
+        let loss_chunk_tokens = windows.loss_chunk_tokens(task, self.together);
+        let (precision, longest) = (model.precision, windows.longest);
+        let settings = EvaluateSettings { precision, longest, loss_chunk_tokens };
         let mut evaluator = Evaluator::new(device, &tiers, spec, settings, storage)?;
         streaming::report_buffered(&tiers);
         evaluator.load(|p, rows, dtype, out| model.read_rows_into(p, rows, dtype, out))?;
