@@ -206,7 +206,10 @@ impl<'a> Process<'a> {
         if logged {
             torch.as_traced();
         }
-        let buffers = position_tables(&torch, run);
+        // Those of a sharded model come to the device with their layers.
+        let tables = position_tables(run).filter(|_| run.sharding == Sharding::None);
+        let of_layer = |_| tables.iter().flat_map(|tables| tables.make(&torch));
+        let buffers = (0..run.model.num_layers).flat_map(of_layer).collect();
         let mut process = Process {
             run,
             _buffers: buffers,
@@ -224,9 +227,6 @@ impl<'a> Process<'a> {
             None => (Decoder::load(&process.torch, run), None),
         };
         let model = Rc::new(model);
-        if run.sharding == Sharding::FsdpWhole {
-            Shards::wrap_whole(&process.torch, run);
-        }
         process.end("load");
         process.torch.memory().host(-host);
         process.torch.memory().host(Process::batches_on_host(run));

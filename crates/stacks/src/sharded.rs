@@ -59,7 +59,7 @@ pub(crate) fn inner(run: &Run) -> Run {
 impl Shards {
     /// The shares of a rank, and the model whose parameters are views of what is gathered; `None` where each rank has all.
     pub fn load(torch: &Torch, run: &Run) -> Option<(Decoder, Rc<Shards>)> {
-        if matches!(run.sharding, Sharding::None | Sharding::FsdpWhole) {
+        if run.sharding == Sharding::None {
             return None;
         }
         let whole = matches!(run.sharding, Sharding::Zero { stage: 1 | 2, .. });
@@ -87,7 +87,7 @@ impl Shards {
             _scales: scales,
             kept: RefCell::default(),
             last: Cell::new(None),
-            adapters_are_units: matches!(run.sharding, Sharding::Fsdp1 { .. }) && run.adapter.is_some(),
+            adapters_are_units: unit::is_wrapped(run.sharding) && run.adapter.is_some(),
             gradients_away: offload.optimizer,
             // What transformers makes of "auto" at stage 3 (`trainer_config_finalize`).
             bucket: match run.sharding {
@@ -97,15 +97,6 @@ impl Shards {
         });
         decoder.shards = Some(Rc::clone(&shards));
         Some((decoder, shards))
-    }
-
-    /// What FSDP's `NO_SHARD` does beside a model that every rank has whole: one unit's tensors exist twice for a while.
-    pub fn wrap_whole(torch: &Torch, run: &Run) {
-        let sizes = Sizes::of(run, run);
-        let last = run.model.num_layers as usize;
-        for unit in [0, last] {
-            drop(unit::flatten(torch, sizes.tensors(unit)));
-        }
     }
 
     /// What the optimizer updates: this rank's parts.

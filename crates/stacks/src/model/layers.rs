@@ -32,8 +32,8 @@ pub(crate) struct FourBit {
 }
 
 /// Values for each scale of 4-bit matrices, and scales for each scale of them.
-const BLOCK: u64 = 64;
-const NESTED_BLOCK: u64 = 256;
+pub(crate) const BLOCK: u64 = 64;
+pub(crate) const NESTED_BLOCK: u64 = 256;
 
 /// A low-rank adapter: `scale * B A`.
 pub(crate) struct Lora {

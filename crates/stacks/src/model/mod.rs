@@ -13,4 +13,5 @@ mod positions;
 
 pub(crate) use decoder::{Cache, Decoder, Output};
 pub(crate) use experts::are_modules;
-pub(crate) use positions::position_tables;
+pub(crate) use layers::{BLOCK, NESTED_BLOCK};
+pub(crate) use positions::{Tables, position_tables};

@@ -5,7 +5,7 @@ use plimsoll_model::RopeSpec;
 use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
 use crate::resolve::is_first_qwen;
-use crate::run::{Attention, Run, Stack, TorchType};
+use crate::run::{Attention, Run, Sharding, Stack, TorchType};
 
 /// `RotaryEmbedding`: its frequencies.
 pub(crate) struct Rotary {
@@ -45,18 +45,37 @@ impl Rotary {
 const WITHOUT_TABLES: [(&str, (u32, u32)); 3] =
     [("llama", (4, 41)), ("mistral", (4, 42)), ("qwen2", (4, 45))];
 
-/// Earlier ones had two tables in every layer, of all positions that the model knows, in the type that it was loaded in (`cos_cached`).
-pub(crate) fn position_tables(torch: &Torch, run: &Run) -> Vec<Tensor> {
-    let until = WITHOUT_TABLES.iter().find(|(architecture, _)| *architecture == run.model.architecture);
+/// Earlier ones had two tables in every layer, of all positions that the model knows (`cos_cached`).
+pub(crate) fn position_tables(run: &Run) -> Option<Tables> {
+    let (_, until) = WITHOUT_TABLES.iter().find(|(architecture, _)| *architecture == run.model.architecture)?;
+    let rope = run.model.attention.rope.as_ref()?;
     let is_theirs = matches!(run.stack, Stack::Plain | Stack::Transformers | Stack::Unsloth);
-    let (Some(rope), Some((_, until))) = (&run.model.attention.rope, until) else { return Vec::new() };
     // The first Qwen is Llama's shape by code of its own, with one table for all layers.
-    if !is_theirs || is_first_qwen(&run.model) || torch.versions().transformers >= *until {
-        return Vec::new();
+    if !is_theirs || is_first_qwen(&run.model) || run.versions.transformers >= *until {
+        return None;
     }
-    let rows = run.model.max_position_embeddings.max(run.sequence);
-    let table = |_| torch.of_kind(Kind::Weights, || torch.empty(&[rows, rope.dims], run.weights, "_to_copy"));
-    (0..2 * run.model.num_layers).map(table).collect()
+    // They have the type that the model is loaded in. A loop that quantises a model on its way into FSDP makes it of its configuration
+    // alone, with buffers of PyTorch's default type.
+    let from_configuration = run.sharding != Sharding::None && run.quantization.is_some();
+    let dtype = match from_configuration && run.stack == Stack::Plain {
+        true => TorchType::F32,
+        false => run.weights,
+    };
+    Some(Tables { shape: [run.model.max_position_embeddings.max(run.sequence), rope.dims], dtype })
+}
+
+/// The tables of cos and sin in a layer.
+#[derive(Clone, Copy)]
+pub(crate) struct Tables {
+    shape: [u64; 2],
+    pub dtype: TorchType,
+}
+
+impl Tables {
+    /// Those of one layer.
+    pub fn make(&self, torch: &Torch) -> [Tensor; 2] {
+        [(); 2].map(|()| torch.of_kind(Kind::Weights, || torch.empty(&self.shape, self.dtype, "_to_copy")))
+    }
 }
 
 /// `cat((-x2, x1))`

@@ -2,11 +2,8 @@
 
 use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
+use crate::model::{BLOCK, NESTED_BLOCK};
 use crate::run::TorchType;
-
-/// Values for each scale of 4-bit matrices, and scales for each scale of scales (`bitsandbytes/functional.py`).
-const BLOCK: u64 = 64;
-const NESTED_BLOCK: u64 = 256;
 
 /// `quantize_4bit` of matrices with so many elements: each comes to the device as it is stored, its packed codes go to the host, from where
 /// the wrapper takes them, and its scales stay: FSDP and DeepSpeed share parameters and no attributes of parameters. The cache is
@@ -22,10 +19,9 @@ pub(super) fn quantise(torch: &Torch, matrices: &[u64], double: bool, stored: To
             let packed = empty(elements.div_ceil(2), TorchType::U8);
             kept.push(empty(16, TorchType::F32));
             if double {
-                // The offset, the scales of scales with their codes, the scales in 8 bits; those in f32 are dropped behind them.
+                // The offset, the scales of scales, and the scales in 8 bits, whose code all share; those in f32 are dropped behind them.
                 kept.push(empty(1, TorchType::F32));
                 kept.push(empty(blocks.div_ceil(NESTED_BLOCK), TorchType::F32));
-                kept.push(empty(256, TorchType::F32));
                 kept.push(empty(blocks, TorchType::U8));
             } else {
                 kept.push(scales);

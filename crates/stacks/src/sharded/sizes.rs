@@ -2,7 +2,7 @@
 
 use plimsoll_model::parameters::BlockId;
 
-use crate::model::are_modules;
+use crate::model::{Tables, are_modules, position_tables};
 use crate::run::{Offload, Quantization, Run, Sharding, TorchType};
 
 /// What decides how much of a unit there is where.
@@ -18,6 +18,8 @@ pub(super) struct Sizes {
     frozen: Vec<[u64; 3]>,
     /// Bytes of every tensor of a unit that is not an adapter's, as it comes to the device.
     tensors: Vec<Vec<u64>>,
+    /// A layer's tables of positions.
+    tables: Option<Tables>,
     /// Elements of every matrix that 4 bits are made of, in the order of the model.
     pub four_bit: Vec<u64>,
 }
@@ -50,19 +52,25 @@ impl Sizes {
         };
         Sizes {
             four_bit,
-            ranks: run.devices.max(1),
+            ranks: if run.sharding == Sharding::FsdpWhole { 1 } else { run.devices.max(1) },
             sharding: run.sharding,
             offload,
             gathered: inner.weights,
             shard,
             frozen,
             tensors,
+            tables: position_tables(run),
         }
     }
 
     /// Bytes of each tensor of a unit, in order.
     pub fn tensors(&self, unit: usize) -> &[u64] {
         self.tensors.get(unit).map_or(&[], Vec::as_slice)
+    }
+
+    /// A unit's tables of positions.
+    pub fn tables(&self, unit: usize) -> Option<Tables> {
+        self.tables.filter(|_| unit + 1 < self.tensors.len())
     }
 
     /// Shared bytes, bytes of every rank, elements: of what is frozen in a unit.

@@ -6,6 +6,7 @@ use super::sizes::Sizes;
 use crate::allocator::Stream;
 use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
+use crate::model::Tables;
 use crate::run::{Sharding, TorchType};
 
 /// The stream of gathers (`unshard_stream`, `all_gather_stream`, DeepSpeed's), that of reductions (`post_backward_stream`,
@@ -25,7 +26,7 @@ pub(super) struct Unit {
     /// This rank's parts of them, which the optimizer updates.
     shares: Vec<Tensor>,
     /// What else is on the device all the time.
-    _kept: Vec<Tensor>,
+    kept: Vec<Tensor>,
     /// Bytes of what is frozen and shared, and elements.
     frozen: [u64; 2],
     gathered_type: TorchType,
@@ -33,34 +34,60 @@ pub(super) struct Unit {
     gathered: RefCell<Vec<Tensor>>,
 }
 
+/// Whether `FullyShardedDataParallel` makes flat parameters.
+pub(super) fn is_wrapped(sharding: Sharding) -> bool {
+    matches!(sharding, Sharding::FsdpWhole | Sharding::Fsdp1 { .. })
+}
+
 /// Bytes from which a group of tensors is broadcast (`PARAM_BROADCAST_BUCKET_SIZE`).
 const BROADCAST: u64 = 250 << 20;
 
-/// What FSDP1 does with a unit's tensors when it wraps them: they come to the device one by one, are broadcast from rank 0 in flat groups,
-/// and copied into a flat parameter (`_move_module_to_device`, `_sync_module_params_and_buffers`, `flatten_tensors`). A rank's share is a
-/// copy of a part of it. The caller drops the flat one.
-pub(super) fn flatten(torch: &Torch, tensors: &[u64]) -> Tensor {
+/// What FSDP1 does with a unit's tensors when it wraps them: they come to the device one by one, buffers behind parameters, are broadcast
+/// from rank 0 in flat groups of a type, buffers before parameters, and copied into a flat parameter (`_move_states_to_device`,
+/// `_sync_module_params_and_buffers`, `flatten_tensors`). A rank's share is a copy of a part of it, made while all of that is
+/// still there. The buffers stay.
+fn flatten(torch: &Torch, tensors: &[u64], tables: Option<Tables>, dtype: TorchType) -> (Whole, Vec<Tensor>) {
     let empty = |kind, bytes: u64, name| torch.of_kind(kind, || torch.empty(&[bytes], TorchType::U8, name));
     let moved: Vec<Tensor> = tensors.iter().map(|bytes| empty(Kind::Weights, *bytes, "_to_copy")).collect();
-    let mut groups = vec![0];
+    let tables: Vec<Tensor> = tables.iter().flat_map(|tables| tables.make(torch)).collect();
+    let mut groups: Vec<Vec<u64>> = vec![tables.iter().map(Tensor::bytes).collect()];
+    if tables.first().is_some_and(|table| table.dtype() != dtype) {
+        groups.push(Vec::new());
+    }
     for bytes in tensors {
         match groups.last_mut() {
-            Some(group) if *group < BROADCAST => *group += bytes,
-            _ => groups.push(*bytes),
+            Some(group) if group.iter().sum::<u64>() < BROADCAST => group.push(*bytes),
+            _ => groups.push(vec![*bytes]),
         }
     }
-    // The host does not wait for a broadcast: its buffers cannot be used again before the flat parameter is made.
-    let group = |bytes| {
-        let group = empty(Kind::Communication, bytes, "flatten_dense_tensors");
+    // A tensor alone is broadcast as it is. The host does not wait: buffers cannot be used again before the flat parameter is made.
+    let group = |tensors: Vec<u64>| {
+        let group = empty(Kind::Communication, tensors.iter().sum(), "flatten_dense_tensors");
         torch.memory().record_stream(group.storage(), NCCL);
         group
     };
-    drop(groups.into_iter().map(group).collect::<Vec<Tensor>>());
-    let flat = empty(Kind::Weights, tensors.iter().sum(), "cat");
-    drop(moved);
-    // The next unit's tensors come from pageable memory, for which the host waits.
-    torch.memory().synchronize();
-    flat
+    drop(groups.into_iter().filter(|group| group.len() > 1).map(group).collect::<Vec<Tensor>>());
+    let elements = tensors.iter().sum::<u64>() / dtype.bytes();
+    let flat = torch.of_kind(Kind::Weights, || torch.empty(&[elements], dtype, "cat"));
+    (Whole { flat, moved }, tables)
+}
+
+/// A unit before its share is cut.
+struct Whole {
+    flat: Tensor,
+    moved: Vec<Tensor>,
+}
+
+impl Whole {
+    /// The share has been cut; where there is none (`NO_SHARD`), the flat parameter stays.
+    fn end(self, torch: &Torch, stays: bool) -> Option<Tensor> {
+        let Whole { flat, moved } = self;
+        let flat = stays.then_some(flat);
+        drop(moved);
+        // The next unit's tensors come from pageable memory, for which the host waits.
+        torch.memory().synchronize();
+        flat
+    }
 }
 
 impl Unit {
@@ -68,71 +95,117 @@ impl Unit {
     pub fn new(torch: &Torch, sizes: &Sizes, place: usize, trained: Vec<Tensor>) -> Unit {
         let [frozen, own, frozen_elements] = sizes.frozen(place);
         let Sizes { ranks, sharding, offload, .. } = *sizes;
-        let whole = matches!(sharding, Sharding::Zero { stage: 1 | 2, .. });
         let is_zero = matches!(sharding, Sharding::Zero { .. });
-        let elements: u64 = trained.iter().map(|tensor| tensor.shape().elements()).sum();
-        let flat = matches!(sharding, Sharding::Fsdp1 { .. }).then(|| flatten(torch, sizes.tensors(place)));
-        let mut kept = Vec::new();
-        let mut keep = |bytes: u64, name| {
-            if bytes > 0 {
-                kept.push(torch.of_kind(Kind::Weights, || torch.empty(&[bytes], TorchType::U8, name)));
-            }
-        };
-        let mut host = 0;
-        if !whole {
-            if offload.parameters {
-                host += frozen.div_ceil(ranks);
-            } else {
-                keep(frozen.div_ceil(ranks), "flat_param");
-            }
-            keep(own, "quant_state");
-            // DeepSpeed's 16-bit partition, beside the f32 one below.
-            if is_zero {
-                let half = elements.div_ceil(ranks) * sizes.gathered.bytes();
-                if offload.parameters { host += half } else { keep(half, "partition") }
-            }
-        }
-        // FSDP1 has a flat share of a unit, and each adapter's matrix is a unit within the block's (PEFT's `fsdp_auto_wrap_policy`, the
-        // policy of llama-recipes); FSDP2 and DeepSpeed share parameter by parameter.
-        let sizes_of_shares: Vec<u64> = match sharding {
-            Sharding::Fsdp1 { .. } if elements > 0 && frozen_elements == 0 => vec![elements.div_ceil(ranks)],
-            Sharding::Zero { .. } if elements > 0 => vec![elements.div_ceil(ranks)],
-            _ => trained.iter().map(|tensor| tensor.shape().elements().div_ceil(ranks)).collect(),
-        };
-        let dtype = |at: usize| match sharding {
-            Sharding::Zero { .. } => TorchType::F32,
-            _ if sizes.shard != sizes.gathered => sizes.shard,
-            _ => trained.get(at).map_or(sizes.shard, Tensor::dtype),
-        };
-        let on_host = offload.optimizer || offload.parameters && !is_zero;
-        let share = |(at, elements): (usize, &u64)| {
-            let make = || torch.empty(&[*elements], dtype(at), "shard").as_leaf();
-            match on_host {
-                true => torch.on_meta(make),
-                false if is_zero => torch.of_kind(Kind::OptimizerStates, make),
-                false => torch.of_kind(Kind::Weights, make),
-            }
-        };
-        let shares: Vec<Tensor> = sizes_of_shares.iter().enumerate().map(share).collect();
-        if on_host {
-            // A pinned share, its gradient, and two states: the host's allocator rounds each up to a power of two.
-            let each = shares.iter().map(|share| share.bytes().next_power_of_two());
-            host += each.sum::<u64>() * 4;
-        }
-        drop(flat);
-        if host > 0 {
-            torch.memory().host(host.cast_signed());
-        }
-        Unit {
+        let is_shared = !matches!(sharding, Sharding::Zero { stage: 1 | 2, .. });
+        let stays = sharding == Sharding::FsdpWhole;
+        let mut unit = Unit {
             sharding,
             ranks,
             trained,
-            shares,
-            _kept: kept,
+            shares: Vec::new(),
+            kept: Vec::new(),
             frozen: [frozen, frozen_elements],
             gathered_type: sizes.gathered,
-            on_host,
+            on_host: offload.optimizer || offload.parameters && !is_zero,
             gathered: RefCell::default(),
+        };
+        if unit.trains_parts() {
+            unit.wrap_parts(torch, sizes);
+        }
+        let tables = sizes.tables(place);
+        let mut wrapped = None;
+        if is_wrapped(sharding) {
+            let (whole, tables) = flatten(torch, sizes.tensors(place), tables, sizes.shard);
+            unit.kept.extend(tables);
+            wrapped = Some(whole);
+        } else {
+            unit.kept.extend(tables.iter().flat_map(|tables| tables.make(torch)));
+        }
+        let of_rank = |elements: u64| elements.div_ceil(ranks);
+        let weights = |bytes: u64, name| {
+            let made = torch.of_kind(Kind::Weights, || torch.empty(&[bytes], TorchType::U8, name));
+            (bytes > 0).then_some(made)
+        };
+        let (mut host, mut left) = (0, None);
+        if is_shared && offload.parameters {
+            host += of_rank(frozen);
+            // FSDP1 cuts a share on the device, from where it goes to the host.
+            left = wrapped.as_ref().and_then(|_| weights(of_rank(frozen), "flat_param"));
+        } else if is_shared && !stays {
+            unit.kept.extend(weights(of_rank(frozen), "flat_param"));
+        }
+        if is_shared {
+            unit.kept.extend(weights(own, "quant_state"));
+        }
+        let elements = unit.trained_elements();
+        // DeepSpeed's 16-bit partition, beside the f32 one below.
+        if is_shared && is_zero {
+            let half = of_rank(elements) * sizes.gathered.bytes();
+            match offload.parameters {
+                true => host += half,
+                false => unit.kept.extend(weights(half, "partition")),
+            }
+        }
+        // FSDP1 and DeepSpeed have a flat share of a unit; FSDP2 shares parameter by parameter.
+        match sharding {
+            Sharding::Fsdp2 { .. } => {
+                let each: Vec<u64> = unit.trained.iter().map(|tensor| tensor.shape().elements()).collect();
+                let shares = each.into_iter().enumerate();
+                let shares = shares.map(|(at, elements)| unit.share(torch, sizes, at, of_rank(elements)));
+                unit.shares = shares.collect();
+            }
+            _ if elements == 0 || stays || unit.trains_parts() => {}
+            _ => unit.shares.push(unit.share(torch, sizes, 0, of_rank(elements))),
+        }
+        if unit.on_host {
+            // A pinned share, its gradient, and two states: the host's allocator rounds each up to a power of two.
+            let each = unit.shares.iter().map(|share| share.bytes().next_power_of_two());
+            host += each.sum::<u64>() * 4;
+        }
+        let flat = wrapped.and_then(|whole| whole.end(torch, stays));
+        match unit.trains_parts() || elements == 0 {
+            true => unit.kept.extend(flat),
+            false => unit.shares.extend(flat.map(|flat| flat.as_leaf())),
+        }
+        drop(left);
+        if host > 0 {
+            torch.memory().host(host.cast_signed());
+        }
+        unit
+    }
+
+    /// FSDP1 wraps units within a block before the block: each adapter's matrix (PEFT's `fsdp_auto_wrap_policy`, the policy of
+    /// llama-recipes).
+    fn wrap_parts(&mut self, torch: &Torch, sizes: &Sizes) {
+        let stays = self.sharding == Sharding::FsdpWhole;
+        for at in 0..self.trained.len() {
+            let elements = self.trained[at].shape().elements();
+            let of_rank = elements.div_ceil(self.ranks);
+            let dtype = self.share_type(sizes, at);
+            let (whole, _) = flatten(torch, &[elements * dtype.bytes()], None, dtype);
+            let share = (!stays).then(|| self.share(torch, sizes, at, of_rank));
+            let left = self.on_host.then(|| torch.empty(&[of_rank], dtype, "flat_param"));
+            let flat = whole.end(torch, stays).map(|flat| flat.as_leaf());
+            self.shares.extend(share.or(flat));
+            drop(left);
+        }
+    }
+
+    fn share_type(&self, sizes: &Sizes, at: usize) -> TorchType {
+        match self.sharding {
+            Sharding::Zero { .. } => TorchType::F32,
+            _ if sizes.shard != sizes.gathered => sizes.shard,
+            _ => self.trained.get(at).map_or(sizes.shard, Tensor::dtype),
+        }
+    }
+
+    /// A share of so many elements of a trained parameter, or of all of them.
+    fn share(&self, torch: &Torch, sizes: &Sizes, at: usize, elements: u64) -> Tensor {
+        let make = || torch.empty(&[elements], self.share_type(sizes, at), "shard").as_leaf();
+        match (self.on_host, self.sharding) {
+            (true, _) => torch.on_meta(make),
+            (false, Sharding::Zero { .. }) => torch.of_kind(Kind::OptimizerStates, make),
+            (false, _) => torch.of_kind(Kind::Weights, make),
         }
     }
 
@@ -161,20 +234,20 @@ impl Unit {
         self.trained.first().map_or(self.gathered_type, Tensor::dtype)
     }
 
+    /// Whether what is trained of it are units within it: FSDP1's of adapters.
+    fn trains_parts(&self) -> bool {
+        is_wrapped(self.sharding) && self.frozen[0] > 0
+    }
+
     /// Gathers it, if it is not.
     pub fn gather(&self, torch: &Torch) {
         let mut gathered = self.gathered.borrow_mut();
-        let whole = matches!(self.sharding, Sharding::Zero { stage: 1 | 2, .. });
+        let whole = matches!(self.sharding, Sharding::FsdpWhole | Sharding::Zero { stage: 1 | 2, .. });
         if whole || !gathered.is_empty() {
             return;
         }
         let trained: u64 = self.trained.iter().map(Tensor::bytes).sum();
         let bytes = self.frozen[0] + trained;
-        // Of FSDP1: the block's own flat parameter, and those of its adapters.
-        let flats = match self.frozen[0] {
-            0 => vec![bytes],
-            frozen => [frozen].into_iter().chain(self.trained.iter().map(Tensor::bytes)).collect(),
-        };
         let on = |stream: Stream, bytes: u64, name| {
             torch.memory().on_stream(stream, || {
                 torch.of_kind(Kind::Communication, || torch.empty(&[bytes], TorchType::U8, name))
@@ -185,6 +258,13 @@ impl Unit {
             // A share on the host is copied to the device, or one of another type cast, and freed behind the exchange.
             Sharding::Fsdp1 { .. } => {
                 let casts = self.shares.first().is_some_and(|share| share.dtype() != self.gradient_type());
+                // The block's own flat parameter, and those of its adapters.
+                let flats = match self.trains_parts() {
+                    true => {
+                        [self.frozen[0]].into_iter().chain(self.trained.iter().map(Tensor::bytes)).collect()
+                    }
+                    false => vec![bytes],
+                };
                 for bytes in flats {
                     let share =
                         (self.on_host || casts).then(|| on(COPIES, bytes.div_ceil(self.ranks), "mp_shard"));
@@ -231,23 +311,24 @@ impl Unit {
         if !there {
             return;
         }
+        if self.sharding == Sharding::FsdpWhole {
+            return self.keep_gradients(torch);
+        }
         let bytes: u64 =
             self.trained.iter().filter(|tensor| tensor.grad().is_some()).map(Tensor::bytes).sum();
         let flat = |bytes: u64, name| {
             torch.of_kind(Kind::Communication, || torch.empty(&[bytes], TorchType::U8, name))
         };
-        // FSDP's copy of a unit's gradients; DeepSpeed copies into its bucket.
-        // One adapter at a time where each is a unit of its own.
-        let of_parts = matches!(self.sharding, Sharding::Fsdp1 { .. }) && self.frozen[0] > 0;
+        // FSDP's copy of a unit's gradients, one adapter at a time where each is a unit; DeepSpeed copies into its bucket.
         let input = match self.sharding {
             Sharding::Zero { .. } => None,
-            _ if of_parts => None,
+            _ if self.trains_parts() => {
+                let there = self.trained.iter().filter(|tensor| tensor.grad().is_some());
+                there.for_each(|tensor| drop(flat(tensor.bytes(), "reduce_scatter_input")));
+                None
+            }
             _ => Some(flat(bytes, "reduce_scatter_input")),
         };
-        if of_parts {
-            let there = self.trained.iter().filter(|tensor| tensor.grad().is_some());
-            there.for_each(|tensor| drop(flat(tensor.bytes(), "reduce_scatter_input")));
-        }
         self.trained.iter().for_each(|tensor| drop(tensor.take_grad()));
         if away {
             return;
@@ -262,6 +343,21 @@ impl Unit {
             share.accumulate_grad(new);
         }
         drop(input);
+    }
+
+    /// Gradients of a flat parameter that is whole: those of its parts together, or of the part that it is.
+    fn keep_gradients(&self, torch: &Torch) {
+        if self.trains_parts() {
+            for (share, part) in self.shares.iter().zip(&self.trained) {
+                part.take_grad().into_iter().for_each(|grad| share.accumulate_grad(grad));
+            }
+            return;
+        }
+        let flat = torch.of_kind(Kind::Gradients, || {
+            torch.empty(&[self.trained_elements()], self.gradient_type(), "split_with_sizes_backward")
+        });
+        self.trained.iter().for_each(|tensor| drop(tensor.take_grad()));
+        self.shares.iter().for_each(|share| share.accumulate_grad(flat.clone()));
     }
 
     /// At stage 1 gradients are whole; the share's own appears in the step.
