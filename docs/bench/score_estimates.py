@@ -27,7 +27,8 @@ RULES = """\
 1. **Stack**: the program that the source is about, or whose script it ran (the table of tools below). Any other source: `peft` where
    an adapter is trained (a loop of one's own), `hf` (the Trainer) where all weights are, `deepspeed` and `fsdp` by the parallelism.
 2. **Versions**: those that the row names; else those that another row of the same source names; else those of the date in the
-   source's name; else the newest. Libraries that are not named beside one that is are of its time, and not older than the model.
+   source's name, a month standing for its middle; else the newest. Libraries that are not named beside one that is are of its time,
+   and not older than the model.
 3. **Precision**: `fp32`, `bf16` and `fp16` stand for everything in that type, with `AMP`, `mixed` or `autocast` for autocast over f32
    weights. `nf4` and "4-bit" are bitsandbytes' four bits, with `dq` quantised twice; computation is in the type beside it. GPTQ, AWQ,
    GGUF and 8-bit floats are not asked.
@@ -121,12 +122,12 @@ NOT_ASKED = [
 TRAINED_WHOLE = re.compile(r"emb/lm_head|embeddings? (and|\+) (lm_)?head", re.I)
 
 
-# Months in which models were published: no measurement of one is older, whatever else is known of its versions.
+# The first months in whose middle models were public: no measurement of one is older, whatever else is known of its versions.
 PUBLISHED = [
-    (r"qwen-?(1\.8|7|14|72)b", "2023-08"), (r"llama-?2", "2023-07"), (r"mistral-7b", "2023-09"), (r"qwen1\.5", "2024-02"),
-    (r"gemma-(2|7)b", "2024-02"), (r"llama-?3-", "2024-04"), (r"phi-3", "2024-04"), (r"qwen2-", "2024-06"),
-    (r"gemma-2-", "2024-06"), (r"llama-?3\.1", "2024-07"), (r"qwen2\.5", "2024-09"), (r"llama-?3\.2", "2024-09"),
-    (r"smollm2", "2024-11"), (r"gemma-3", "2025-03"), (r"qwen3", "2025-04"),
+    (r"qwen-?(1\.8|7|14|72)b", "2023-08"), (r"llama-?2", "2023-08"), (r"mistral-7b", "2023-10"), (r"qwen1\.5", "2024-02"),
+    (r"gemma-(2|7)b", "2024-03"), (r"llama-?3-", "2024-05"), (r"phi-3", "2024-05"), (r"qwen2-", "2024-06"),
+    (r"gemma-2-", "2024-07"), (r"llama-?3\.1", "2024-08"), (r"qwen2\.5", "2024-10"), (r"llama-?3\.2", "2024-10"),
+    (r"smollm2", "2024-11"), (r"gemma-3", "2025-03"), (r"qwen3", "2025-05"),
 ]
 
 

@@ -47,7 +47,8 @@ const WITHOUT_TABLES: [(&str, (u32, u32)); 3] =
 
 /// Earlier ones had two tables in every layer, of all positions that the model knows (`cos_cached`).
 pub(crate) fn position_tables(run: &Run) -> Option<Tables> {
-    let (_, until) = WITHOUT_TABLES.iter().find(|(architecture, _)| *architecture == run.model.architecture)?;
+    let (_, until) =
+        WITHOUT_TABLES.iter().find(|(architecture, _)| *architecture == run.model.architecture)?;
     let rope = run.model.attention.rope.as_ref()?;
     let is_theirs = matches!(run.stack, Stack::Plain | Stack::Transformers | Stack::Unsloth);
     // The first Qwen is Llama's shape by code of its own, with one table for all layers.

@@ -268,13 +268,13 @@ impl Unit {
                 for bytes in flats {
                     let share =
                         (self.on_host || casts).then(|| on(COPIES, bytes.div_ceil(self.ranks), "mp_shard"));
+                    // The host waits for the event of the unit before last (`limit_all_gathers`), once the share is on its way.
+                    torch.memory().synchronize();
                     gathered.push(flat(bytes.next_multiple_of(self.ranks), "all_gather"));
                     if let Some(share) = share {
                         torch.memory().record_stream(share.storage(), NCCL);
                     }
                 }
-                // The host has waited for the event of the unit before last (`limit_all_gathers`).
-                torch.memory().synchronize();
             }
             // The output of the exchange, then a copy of each parameter out of it; the output is freed behind them.
             Sharding::Fsdp2 { .. } => {
