@@ -126,11 +126,11 @@ impl Unit {
             let made = torch.of_kind(Kind::Weights, || torch.empty(&[bytes], TorchType::U8, name));
             (bytes > 0).then_some(made)
         };
-        let (mut host, mut left) = (0, None);
+        let (mut host, mut left) = (0, Vec::new());
         if is_shared && offload.parameters {
             host += of_rank(frozen);
             // FSDP1 cuts a share on the device, from where it goes to the host.
-            left = wrapped.as_ref().and_then(|_| weights(of_rank(frozen), "flat_param"));
+            left.extend(wrapped.as_ref().and_then(|_| weights(of_rank(frozen), "flat_param")));
         } else if is_shared && !stays {
             unit.kept.extend(weights(of_rank(frozen), "flat_param"));
         }
@@ -155,7 +155,12 @@ impl Unit {
                 unit.shares = shares.collect();
             }
             _ if elements == 0 || stays || unit.trains_parts() => {}
-            _ => unit.shares.push(unit.share(torch, sizes, 0, of_rank(elements))),
+            _ => {
+                let share = unit.share(torch, sizes, 0, of_rank(elements));
+                let cut = wrapped.as_ref().filter(|_| unit.on_host);
+                left.extend(cut.and_then(|_| weights(share.bytes(), "flat_param")));
+                unit.shares.push(share);
+            }
         }
         if unit.on_host {
             // A pinned share, its gradient, and two states: the host's allocator rounds each up to a power of two.
