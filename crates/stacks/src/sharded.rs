@@ -8,6 +8,7 @@
 mod quantised;
 mod sizes;
 mod unit;
+mod wrap;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -42,9 +43,6 @@ pub(crate) struct Shards {
     gradients_away: bool,
     /// Elements of DeepSpeed's bucket.
     bucket: u64,
-    /// Whether each adapter is a unit of its own within a block's, as PEFT's wrapping policy has it (`fsdp_auto_wrap_policy`). The unit
-    /// before a block is then gathered in the backward pass of the block's first adapter, which is almost its end.
-    adapters_are_units: bool,
 }
 
 /// The run as the model of a rank sees it: where a wrapper casts weights, no autocast does.
@@ -87,7 +85,6 @@ impl Shards {
             _scales: scales,
             kept: RefCell::default(),
             last: Cell::new(None),
-            adapters_are_units: unit::is_wrapped(run.sharding) && run.adapter.is_some(),
             gradients_away: offload.optimizer,
             // What transformers makes of "auto" at stage 3 (`trainer_config_finalize`).
             bucket: match run.sharding {
@@ -149,7 +146,7 @@ impl Shards {
             shards.fetch(torch, layer);
             torch.memory().synchronize();
             // The next unit of the backward pass is gathered before this one computes.
-            if layer > 0 && shards.prefetches() && !shards.adapters_are_units {
+            if layer > 0 && shards.prefetches() && !shards.units[layer].trains_parts() {
                 shards.units[layer - 1].gather(torch);
             }
         })
@@ -193,7 +190,9 @@ impl Shards {
 
     /// A unit's backward pass has ended: its gradients are reduced, its weights let go.
     fn done(&self, torch: &Torch, layer: usize) {
-        if layer > 0 && self.adapters_are_units {
+        // Where each adapter is a unit within a block's, as PEFT's wrapping policy has it (`fsdp_auto_wrap_policy`), the unit before is
+        // gathered in the backward pass of the block's first adapter, which is almost its end.
+        if layer > 0 && self.units[layer].trains_parts() {
             self.units[layer - 1].gather(torch);
         }
         self.units[layer].reduce(torch, self.gradients_away);

@@ -57,8 +57,9 @@ pub(crate) fn position_tables(run: &Run) -> Option<Tables> {
     }
     // They have the type that the model is loaded in. A loop that quantises a model on its way into FSDP makes it of its configuration
     // alone, with buffers of PyTorch's default type.
-    let from_configuration = run.sharding != Sharding::None && run.quantization.is_some();
-    let dtype = match from_configuration && run.stack == Stack::Plain {
+    let is_fsdp =
+        matches!(run.sharding, Sharding::FsdpWhole | Sharding::Fsdp1 { .. } | Sharding::Fsdp2 { .. });
+    let dtype = match is_fsdp && run.quantization.is_some() && run.stack == Stack::Plain {
         true => TorchType::F32,
         false => run.weights,
     };

@@ -108,6 +108,9 @@ fn flat_parameters_that_are_whole_hold_everything_once() {
     let found = estimate(2, r#"{"fsdp": "no_shard", "sequence_length": 2048}"#);
     about(kind(&found, Kind::Weights), PARAMETERS * 4);
     about(kind(&found, Kind::OptimizerStates), PARAMETERS * 8);
+    // The update has gradients too.
+    let update = found.phases.iter().find(|phase| phase.phase == "optimizer").unwrap();
+    about(update.allocated_bytes, PARAMETERS * 16);
 }
 
 /// FSDP1 with QLoRA, two ranks, reserved: of a run that fsdp_qlora's benchmarks of 2024-03 name after wrapping and at its peak.

@@ -3,10 +3,10 @@
 use std::cell::RefCell;
 
 use super::sizes::Sizes;
+use super::wrap::{flatten, is_wrapped};
 use crate::allocator::Stream;
 use crate::eager::{Tensor, Torch};
 use crate::estimate::Kind;
-use crate::model::Tables;
 use crate::run::{Sharding, TorchType};
 
 /// The stream of gathers (`unshard_stream`, `all_gather_stream`, DeepSpeed's), that of reductions (`post_backward_stream`,
@@ -15,7 +15,7 @@ const GATHERS: Stream = 1;
 const REDUCTIONS: Stream = 2;
 const COPIES: Stream = 3;
 /// NCCL's own, on which its buffers are recorded (`ProcessGroupNCCL::collective`).
-const NCCL: Stream = 4;
+pub(super) const NCCL: Stream = 4;
 
 /// One unit on one rank.
 pub(super) struct Unit {
@@ -32,62 +32,6 @@ pub(super) struct Unit {
     gathered_type: TorchType,
     on_host: bool,
     gathered: RefCell<Vec<Tensor>>,
-}
-
-/// Whether `FullyShardedDataParallel` makes flat parameters.
-pub(super) fn is_wrapped(sharding: Sharding) -> bool {
-    matches!(sharding, Sharding::FsdpWhole | Sharding::Fsdp1 { .. })
-}
-
-/// Bytes from which a group of tensors is broadcast (`PARAM_BROADCAST_BUCKET_SIZE`).
-const BROADCAST: u64 = 250 << 20;
-
-/// What FSDP1 does with a unit's tensors when it wraps them: they come to the device one by one, buffers behind parameters, are broadcast
-/// from rank 0 in flat groups of a type, buffers before parameters, and copied into a flat parameter (`_move_states_to_device`,
-/// `_sync_module_params_and_buffers`, `flatten_tensors`). A rank's share is a copy of a part of it, made while all of that is
-/// still there. The buffers stay.
-fn flatten(torch: &Torch, tensors: &[u64], tables: Option<Tables>, dtype: TorchType) -> (Whole, Vec<Tensor>) {
-    let empty = |kind, bytes: u64, name| torch.of_kind(kind, || torch.empty(&[bytes], TorchType::U8, name));
-    let moved: Vec<Tensor> = tensors.iter().map(|bytes| empty(Kind::Weights, *bytes, "_to_copy")).collect();
-    let tables: Vec<Tensor> = tables.iter().flat_map(|tables| tables.make(torch)).collect();
-    let mut groups: Vec<Vec<u64>> = vec![tables.iter().map(Tensor::bytes).collect()];
-    if tables.first().is_some_and(|table| table.dtype() != dtype) {
-        groups.push(Vec::new());
-    }
-    for bytes in tensors {
-        match groups.last_mut() {
-            Some(group) if group.iter().sum::<u64>() < BROADCAST => group.push(*bytes),
-            _ => groups.push(vec![*bytes]),
-        }
-    }
-    // A tensor alone is broadcast as it is. The host does not wait: buffers cannot be used again before the flat parameter is made.
-    let group = |tensors: Vec<u64>| {
-        let group = empty(Kind::Communication, tensors.iter().sum(), "flatten_dense_tensors");
-        torch.memory().record_stream(group.storage(), NCCL);
-        group
-    };
-    drop(groups.into_iter().filter(|group| group.len() > 1).map(group).collect::<Vec<Tensor>>());
-    let elements = tensors.iter().sum::<u64>() / dtype.bytes();
-    let flat = torch.of_kind(Kind::Weights, || torch.empty(&[elements], dtype, "cat"));
-    (Whole { flat, moved }, tables)
-}
-
-/// A unit before its share is cut.
-struct Whole {
-    flat: Tensor,
-    moved: Vec<Tensor>,
-}
-
-impl Whole {
-    /// The share has been cut; where there is none (`NO_SHARD`), the flat parameter stays.
-    fn end(self, torch: &Torch, stays: bool) -> Option<Tensor> {
-        let Whole { flat, moved } = self;
-        let flat = stays.then_some(flat);
-        drop(moved);
-        // The next unit's tensors come from pageable memory, for which the host waits.
-        torch.memory().synchronize();
-        flat
-    }
 }
 
 impl Unit {
@@ -126,11 +70,10 @@ impl Unit {
             let made = torch.of_kind(Kind::Weights, || torch.empty(&[bytes], TorchType::U8, name));
             (bytes > 0).then_some(made)
         };
-        let (mut host, mut left) = (0, Vec::new());
+        let mut host = 0;
         if is_shared && offload.parameters {
             host += of_rank(frozen);
-            // FSDP1 cuts a share on the device, from where it goes to the host.
-            left.extend(wrapped.as_ref().and_then(|_| weights(of_rank(frozen), "flat_param")));
+            wrapped.iter_mut().for_each(|whole| whole.cut(torch, of_rank(frozen)));
         } else if is_shared && !stays {
             unit.kept.extend(weights(of_rank(frozen), "flat_param"));
         }
@@ -157,8 +100,8 @@ impl Unit {
             _ if elements == 0 || stays || unit.trains_parts() => {}
             _ => {
                 let share = unit.share(torch, sizes, 0, of_rank(elements));
-                let cut = wrapped.as_ref().filter(|_| unit.on_host);
-                left.extend(cut.and_then(|_| weights(share.bytes(), "flat_param")));
+                let away = wrapped.as_mut().filter(|_| unit.on_host);
+                away.into_iter().for_each(|whole| whole.cut(torch, share.bytes()));
                 unit.shares.push(share);
             }
         }
@@ -172,7 +115,6 @@ impl Unit {
             true => unit.kept.extend(flat),
             false => unit.shares.extend(flat.map(|flat| flat.as_leaf())),
         }
-        drop(left);
         if host > 0 {
             torch.memory().host(host.cast_signed());
         }
@@ -187,12 +129,13 @@ impl Unit {
             let elements = self.trained[at].shape().elements();
             let of_rank = elements.div_ceil(self.ranks);
             let dtype = self.share_type(sizes, at);
-            let (whole, _) = flatten(torch, &[elements * dtype.bytes()], None, dtype);
+            let (mut whole, _) = flatten(torch, &[elements * dtype.bytes()], None, dtype);
             let share = (!stays).then(|| self.share(torch, sizes, at, of_rank));
-            let left = self.on_host.then(|| torch.empty(&[of_rank], dtype, "flat_param"));
+            if self.on_host {
+                whole.cut(torch, of_rank * dtype.bytes());
+            }
             let flat = whole.end(torch, stays).map(|flat| flat.as_leaf());
             self.shares.extend(share.or(flat));
-            drop(left);
         }
     }
 
@@ -240,7 +183,7 @@ impl Unit {
     }
 
     /// Whether what is trained of it are units within it: FSDP1's of adapters.
-    fn trains_parts(&self) -> bool {
+    pub fn trains_parts(&self) -> bool {
         is_wrapped(self.sharding) && self.frozen[0] > 0
     }
 
