@@ -76,6 +76,7 @@ fn column_dots(rows: u64, columns: u64) -> Result<[u64; 2], String> {
             a: &t[0],
             b: &t[0],
             divisors: &t[1],
+            offsets: None,
             out: &t[2],
             accumulate: false,
         })

@@ -386,7 +386,10 @@ impl Parameter {
 
     /// Whether it has a part for each expert of a layer.
     pub fn is_of_experts(&self) -> bool {
-        let of_one = if self.role.kind() == ParameterKind::Bias { 1 } else { 2 };
+        let of_one = match self.role.kind() {
+            ParameterKind::Bias | ParameterKind::Norm => 1,
+            ParameterKind::Embedding | ParameterKind::Matrix => 2,
+        };
         self.role.is_expert_part() && self.shape.len() > of_one
     }
 

@@ -198,14 +198,15 @@ fn adapters_on_experts_are_merged_as_by_peft() {
 #[test]
 fn adapters_on_experts_are_stacks_that_are_written_one_by_one() {
     let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data/experts");
-    for (family, name) in [
+    let families = [
         ("qwen3-moe", "model.layers.1.mlp.experts.3.up_proj"),
         ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w3"),
         ("qwen3-moe-stacked", "model.layers.1.mlp.experts.3.up_proj"),
-    ] {
+    ];
+    for ((family, name), use_dora) in families.into_iter().flat_map(|f| [(f, false), (f, true)]) {
         let base = ModelFiles::open(&models.join(family)).unwrap();
         let experts = base.spec().experts.clone().unwrap();
-        let config = AdapterConfig { rank: 2, ..AdapterConfig::default() };
+        let config = AdapterConfig { rank: 2, use_dora, ..AdapterConfig::default() };
         let layout = AdapterLayout::new(&config, base.spec()).unwrap();
         assert!(
             !layout
@@ -213,6 +214,7 @@ fn adapters_on_experts_are_stacks_that_are_written_one_by_one() {
                 .iter()
                 .any(|p| matches!(p.role, Role::Lora(_, of) if of.role() == Role::Router))
         );
+        assert_eq!(layout.has_lengths_of_experts(), use_dora);
         let up = |part| {
             let role = Role::Lora(part, Adapted::UpProj);
             layout.parameters().iter().find(|p| p.role == role && p.block.layer() == Some(1)).unwrap()
@@ -229,6 +231,15 @@ fn adapters_on_experts_are_stacks_that_are_written_one_by_one() {
         let b = floats(file.bytes(&format!("base_model.model.{name}.lora_B.weight")).unwrap());
         let each = 2 * experts.intermediate_size as usize;
         assert_eq!(b, value(up(LoraPart::B))[3 * each..4 * each], "{family}");
+        let lengths = file.tensor(&format!("base_model.model.{name}.lora_magnitude_vector"));
+        assert_eq!(lengths.is_some(), use_dora, "{family}");
+        if let Some(lengths) = lengths {
+            let inner = experts.intermediate_size;
+            assert_eq!(lengths.shape, [inner]);
+            let values = floats(file.bytes(&lengths.name).unwrap());
+            let all = value(up(LoraPart::Magnitude));
+            assert_eq!(values, all[3 * inner as usize..4 * inner as usize], "{family}");
+        }
 
         // What was written is what a run that goes on loads, and what inference loads.
         let known = AdapterSet::for_layout(place.path(), base.spec(), &layout).unwrap();
@@ -246,11 +257,13 @@ fn adapters_on_experts_are_stacks_that_are_written_one_by_one() {
                 assert_eq!(floats(&bytes), wanted, "{family} {}", p.name);
             }
         }
+        if use_dora {
+            continue;
+        }
         // Two of them are one of twice the rank.
         let both = AdapterSet::open(&[(place.path(), 1.0), (place.path(), 0.5)], base.spec()).unwrap();
         assert!(both.layout().modules().iter().all(|module| module.rank == 4));
         for (config, words) in [
-            (AdapterConfig { use_dora: true, ..config.clone() }, "DoRA of experts is not supported"),
             (
                 AdapterConfig { start: AdapterStart::Pissa { power_iterations: None }, ..config.clone() },
                 "PiSSA of experts is not supported",

@@ -1,9 +1,7 @@
 //! The low-rank adapter of a linear or an embedding (LoRA, Hu et al. 2021): beside y = x W^T comes s (x A^T) B^T. Nothing
 //! of the weight's size is made, forward or backward: what is `[N, r]` wide is computed again where it is needed.
 
-use plimsoll_device::{
-    Compute, DType, Device, DeviceExt, Elementwise, Embedding, Magnitude, Op, Product, Tensor,
-};
+use plimsoll_device::{Compute, DType, Device, DeviceExt, Elementwise, Embedding, Magnitude, Op, Tensor};
 use plimsoll_memory::{Tag, splitmix64};
 use plimsoll_model::{BlockId, Role};
 
@@ -38,18 +36,18 @@ pub(crate) struct LowRank<'a> {
 }
 
 /// The lengths of the rows of a weight with its adapter (DoRA, Liu et al. 2024): y = m / c (W x + s B A x) with
-/// c = |W + s B A| row by row, which counts as a constant in the backward pass.
+/// c = |W + s B A| row by row, which counts as a constant in the backward pass. Each matrix of a stack has its own.
 #[derive(Clone, Copy)]
 pub(crate) struct Dora<'a> {
     pub role: Role,
-    /// m `[O]`
+    /// m `[O]`; of experts `[E, O]`.
     pub magnitude: &'a Tensor,
-    /// |W|^2 row by row, `[O]`; without it the adapter no longer changes and m is m / c.
+    /// |W|^2 row by row, `[O]`, of experts `[E O]`; without it the adapter no longer changes and m is m / c.
     pub squares: Option<&'a Tensor>,
 }
 
 impl LowRank<'_> {
-    /// c `[O]`, where the adapter may have changed since it was last computed.
+    /// c `[O]`, of experts `[E O]`, where the adapter may have changed since it was last computed.
     pub fn lengths(
         &self,
         ctx: &Context<'_>,
@@ -59,25 +57,32 @@ impl LowRank<'_> {
         dora.squares.map(|squares| self.lengths_of(ctx.device, squares, weight)).transpose()
     }
 
-    /// |W + s B A| row by row, `[O]`, from |W|^2.
+    /// |W + s B A| row by row, from |W|^2.
     pub fn lengths_of(
         &self,
         device: &dyn Device,
         squares: &Tensor,
         weight: &Tensor,
     ) -> Result<Tensor, StepError> {
-        let (rank, outputs) = (self.a.rows(), weight.rows());
+        let (rank, outputs) = (self.b.columns(), weight.rows());
+        let stack = self.a.rows() / rank.max(1);
         let alloc = |sizes: &[u64], name| device.alloc(DType::F32, sizes, Tag::Workspace, name);
-        let cross = alloc(&[rank, outputs], "dora.cross")?;
-        let gram = alloc(&[rank, rank], "dora.gram")?;
-        for (weight, out) in [(weight, &cross), (self.a, &gram)] {
-            let compute = Compute::F32;
-            device.run(Product::Linear { x: self.a, weight, bias: None, out, accumulate: false, compute })?;
+        let cross = alloc(&[self.a.rows(), outputs / stack.max(1)], "dora.cross")?;
+        let gram = alloc(&[self.a.rows(), rank], "dora.gram")?;
+        let of_each = if self.is_of_experts() { Some(ranks_of_each(device, stack, rank)?) } else { None };
+        for (all, out) in [(weight, &cross), (self.a, &gram)] {
+            let matrices = Matrices { all, offsets: of_each.as_ref() };
+            matrices.forward(device, self.a, None, out, false, Compute::F32)?;
         }
+        drop(of_each);
         let lengths = alloc(&[outputs], "dora.lengths")?;
         let (cross, gram, b, scale) = (&cross, &gram, self.b, self.scale);
         device.run(Magnitude::RowLengths { squares, cross, gram, b, scale, lengths: &lengths })?;
         Ok(lengths)
+    }
+
+    fn is_of_experts(&self) -> bool {
+        self.a.shape().dims().len() > 2
     }
 
     /// out += s (x A^T) B^T; x `[N, I]`, out `[N, O]`.
@@ -205,4 +210,16 @@ impl LowRank<'_> {
         let first = dropout.first_row * x.columns();
         Elementwise::Dropout { x, out, probability: dropout.probability, seed, first, accumulate }.into()
     }
+}
+
+/// Offsets of the rows of all experts' A: `rank` rows for each, u32 `[E + 1]`.
+fn ranks_of_each(device: &dyn Device, experts: u64, rank: u64) -> Result<Tensor, StepError> {
+    let offsets = device.alloc(DType::U32, &[experts + 1], Tag::Workspace, "dora.offsets")?;
+    let first = |expert: u64| u32::try_from(expert * rank).unwrap_or(u32::MAX);
+    device.write(&offsets, &mut |bytes| {
+        for (bytes, expert) in bytes.chunks_exact_mut(size_of::<u32>()).zip(0..) {
+            bytes.copy_from_slice(&first(expert).to_ne_bytes());
+        }
+    })?;
+    Ok(offsets)
 }

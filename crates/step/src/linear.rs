@@ -151,6 +151,7 @@ impl<'a> Linear<'a> {
                 factors,
                 divisors,
                 bias,
+                offsets: self.offsets,
                 out,
                 accumulate,
             })?);
@@ -252,7 +253,8 @@ impl<'a> Linear<'a> {
         let lengths = adapter.lengths(ctx, dora, self.whole()?)?;
         if let (Some(divisors), true) = (&lengths, gradients.wants(self.block, dora.role)) {
             let Target { tensor: out, accumulate, .. } = gradients.target(self.block, dora.role)?;
-            ctx.device.run(Magnitude::ColumnDots { a: dout, b: &y, divisors, out: &out, accumulate })?;
+            let (a, b, out, offsets) = (dout, &y, &out, self.offsets);
+            ctx.device.run(Magnitude::ColumnDots { a, b, divisors, offsets, out, accumulate })?;
         }
         // The output has served; the gradient before the scaling takes its place.
         let (factors, divisors, bias) = (dora.magnitude, lengths.as_ref(), None);
@@ -261,6 +263,7 @@ impl<'a> Linear<'a> {
             factors,
             divisors,
             bias,
+            offsets: self.offsets,
             out: &y,
             accumulate: false,
         })?;

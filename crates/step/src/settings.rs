@@ -457,12 +457,14 @@ impl StepSettings {
         self.ranks.mesh.replicas() > 1 && shares
     }
 
-    /// Whether experts of the model can come by themselves: they are frozen, live below the device, and are not divided among ranks.
+    /// Whether experts of the model can come by themselves: they are frozen, live below the device, are not divided among ranks, and
+    /// nothing but their products needs them.
     pub fn experts_can_come(&self, spec: &ModelSpec) -> bool {
         let Some(adapters) = self.method.adapters() else { return false };
         let types = |p: &Parameter| self.method.weight_type(p, self.precision.weights);
         let trains = |p: &Parameter| adapters.layout.trains_base(p.block, p.role);
         let alone = self.sharding.stage < ZeroStage::Weights && self.ranks.mesh.parts() <= 1;
+        let alone = alone && !adapters.layout.has_lengths_of_experts();
         self.offload.parameters != Tier::Device && alone && experts_can_come(spec, &types, &trains)
     }
 

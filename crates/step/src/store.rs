@@ -100,6 +100,7 @@ impl BlockWeights {
                 factors: &copy,
                 divisors: Some(&lengths),
                 bias: None,
+                offsets: None,
                 out: &out,
                 accumulate: false,
             })?;

@@ -129,9 +129,14 @@ fn the_balance_loss_is_added_to_the_mean_loss() {
 
 /// Adapters on everything, experts too, or on attention alone; all else is frozen.
 fn adapters(spec: &ModelSpec, on_experts: bool, dropout: f32) -> TrainingMethod {
+    adapters_with(spec, on_experts, dropout, false)
+}
+
+/// The same, with lengths of rows (DoRA) where that is asked for.
+fn adapters_with(spec: &ModelSpec, on_experts: bool, dropout: f32, use_dora: bool) -> TrainingMethod {
     let attention = ["q_proj", "k_proj", "v_proj", "o_proj"].map(str::to_owned).to_vec();
     let target_modules = if on_experts { TargetModules::AllLinear } else { TargetModules::Names(attention) };
-    let config = AdapterConfig { rank: 3, target_modules, ..AdapterConfig::default() };
+    let config = AdapterConfig { rank: 3, target_modules, use_dora, ..AdapterConfig::default() };
     let layout = AdapterLayout::new(&config, spec).unwrap();
     let (weight_types, in_files) = (Default::default(), Default::default());
     TrainingMethod::Adapters(Arc::new(Adapters { layout, dropout, weight_types, in_files }))
@@ -233,6 +238,28 @@ fn frozen_experts_come_when_they_are_routed_to() {
                     assert_eq!(read[2].read, experts.per_token * layers * kinds);
                 }
             }
+        }
+    }
+}
+
+/// DoRA of experts, whose lengths need whole matrices: experts come with their layers. The same bits with and without checkpointing, on
+/// one thread and two, with weights, gradients and states on the device and on the disk; planned to the byte.
+#[test]
+fn lengths_of_experts_have_the_same_bits_everywhere() {
+    for spec in mixtures() {
+        let method = adapters_with(&spec, true, 0.1, true);
+        for precision in [Precision::F32, PURE_BF16] {
+            let base = StepSettings { precision, method: method.clone(), ..settings(2, 9) };
+            let (here, _) = run(&spec, &base, Routers::Erratic(1), 1);
+            let full = StepSettings { checkpointing: Checkpointing::Full, ..base.clone() };
+            assert_eq!(run(&spec, &full, Routers::Erratic(1), 2).0, here, "{}", spec.name);
+            let disk = Tier::Disk;
+            let offload = Offload { parameters: disk, gradients: disk, optimizer: disk, ..Offload::NONE };
+            // Slots are for experts that come by themselves.
+            let away = StepSettings { offload, expert_slots: 2, ..full };
+            let (away, traffic) = run(&spec, &away, Routers::Erratic(1), 2);
+            assert_eq!(away, here, "{}", spec.name);
+            assert_eq!(traffic, None);
         }
     }
 }

@@ -46,7 +46,7 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Embedding(op) => return embedding::run(op, job),
         Op::GroupedProduct(op) => return grouped_product::run(op, job),
         Op::Loss(op) => return loss::run(op, job),
-        Op::Magnitude(op) => magnitude::run(op, job),
+        Op::Magnitude(op) => return magnitude::run(op, job),
         Op::PiecedAttention(op) => pieced_attention::run(op, job),
         Op::Norm(op) => norm::run(op, job),
         Op::Position(op) => return position::run(op, job),

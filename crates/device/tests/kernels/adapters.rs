@@ -179,6 +179,7 @@ fn scale_columns() {
                             factors: &t[1],
                             divisors: whole.then_some(&t[2]),
                             bias: whole.then_some(&t[3]),
+                            offsets: None,
                             out: &t[4],
                             accumulate,
                         })
@@ -214,6 +215,7 @@ fn column_dots() {
                             a: &t[0],
                             b: &t[1],
                             divisors: &t[2],
+                            offsets: None,
                             out: &t[3],
                             accumulate,
                         })
@@ -223,4 +225,114 @@ fn column_dots() {
             }
         }
     }
+}
+
+/// Rows of three matrices, none of the second, and two rows of no matrix.
+const OFFSETS: [f64; 4] = [0.0, 3.0, 3.0, 7.0];
+
+/// The matrix that a row of nine is of.
+fn matrix_of(row: usize) -> Option<usize> {
+    (0..3).find(|e| (OFFSETS[*e] as usize..OFFSETS[e + 1] as usize).contains(&row))
+}
+
+#[test]
+fn each_matrix_of_a_stack_has_lengths_of_its_own() {
+    let (n, o, stack) = (9, 33, 3);
+    for types in storages::<3>() {
+        for accumulate in [false, true] {
+            let operands = [
+                Operand::new(types[0], &[n, o], noise(1)),
+                Operand::new(DType::F32, &[stack, o], noise(2)),
+                Operand::new(DType::F32, &[stack, o], noise(3).map(|x| x.abs() + 0.5)),
+                Operand::new(types[1], &[stack, o], noise(4)),
+                Operand::new(DType::U32, &[stack + 1], OFFSETS),
+                Operand::new(types[2], &[n, o], noise(5)),
+            ];
+            let [x, factors, divisors, bias, _, base] = operands.each_ref().map(|operand| &operand.values);
+            let value = |i: usize| {
+                let old = if accumulate { base[i] } else { 0.0 };
+                let own = matrix_of(i / o).map(|e| e * o + i % o);
+                old + own.map_or(0.0, |own| x[i] * factors[own] / divisors[own] + bias[own])
+            };
+            check(
+                &format!("scaled {accumulate}"),
+                &operands,
+                |cpu, t| {
+                    cpu.run(Magnitude::ScaleColumns {
+                        x: &t[0],
+                        factors: &t[1],
+                        divisors: Some(&t[2]),
+                        bias: Some(&t[3]),
+                        offsets: Some(&t[4]),
+                        out: &t[5],
+                        accumulate,
+                    })
+                },
+                &[Expected { operand: 5, values: (0..n * o).map(value).collect(), tolerance: 2e-6 }],
+            );
+            let operands = [
+                Operand::new(types[0], &[n, o], noise(1)),
+                Operand::new(types[1], &[n, o], noise(2)),
+                operands[2].clone(),
+                operands[4].clone(),
+                Operand::new(types[2], &[stack, o], noise(4)),
+            ];
+            let [a, b, divisors, _, base] = operands.each_ref().map(|operand| &operand.values);
+            let value = |i: usize| {
+                let rows = (0..n).filter(|row| matrix_of(*row) == Some(i / o));
+                let sum: f64 = rows.map(|row| a[row * o + i % o] * b[row * o + i % o]).sum();
+                sum / divisors[i] + if accumulate { base[i] } else { 0.0 }
+            };
+            check(
+                &format!("dots {accumulate}"),
+                &operands,
+                |cpu, t| {
+                    cpu.run(Magnitude::ColumnDots {
+                        a: &t[0],
+                        b: &t[1],
+                        divisors: &t[2],
+                        offsets: Some(&t[3]),
+                        out: &t[4],
+                        accumulate,
+                    })
+                },
+                &[Expected { operand: 4, values: (0..stack * o).map(value).collect(), tolerance: 5e-6 }],
+            );
+        }
+    }
+}
+
+/// A stack's lengths are those of its matrices.
+#[test]
+fn row_lengths_of_a_stack() {
+    let (o, r, stack) = (17, 3, 4);
+    let take = |seed, n: usize| noise(seed).take(n).collect::<Vec<f64>>();
+    // What is under the root stays above zero.
+    let squares: Vec<f64> = take(1, stack * o).iter().map(|x| x.abs() + 40.0).collect();
+    let (cross, gram, b) = (take(2, stack * r * o), take(3, stack * r * r), take(4, stack * o * r));
+    let value = |row: usize| {
+        let (e, own) = (row / o, row % o);
+        let b = &b[row * r..][..r];
+        let cross: f64 = (0..r).map(|k| b[k] * cross[(e * r + k) * o + own]).sum();
+        let of = |k: usize, l: usize| b[k] * b[l] * gram[(e * r + k) * r + l];
+        let product: f64 = (0..r * r).map(|i| of(i / r, i % r)).sum();
+        (squares[row] + 1.5 * cross + 0.5625 * product).sqrt()
+    };
+    let values = (0..stack * o).map(value).collect();
+    let operands = [
+        Operand::new(DType::F32, &[stack * o], squares.clone()),
+        Operand::new(DType::F32, &[stack, r, o], cross.clone()),
+        Operand::new(DType::F32, &[stack, r, r], gram.clone()),
+        Operand::new(DType::F32, &[stack, o, r], b.clone()),
+        Operand::garbage(DType::F32, &[stack * o]),
+    ];
+    check(
+        "stack",
+        &operands,
+        |cpu, t| {
+            let [squares, cross, gram, b, lengths] = [&t[0], &t[1], &t[2], &t[3], &t[4]];
+            cpu.run(Magnitude::RowLengths { squares, cross, gram, b, scale: 0.75, lengths })
+        },
+        &[Expected { operand: 4, values, tolerance: 1e-5 }],
+    );
 }

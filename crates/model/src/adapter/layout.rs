@@ -18,7 +18,7 @@ use super::{
 use crate::convert::{ConversionError, encode};
 use crate::init;
 use crate::layout::{StoredPart, StoredTensor};
-use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, Role};
+use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, ParameterKind, Role};
 use crate::safetensors::{NewTensor, StoredDType, write_tensors};
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
@@ -98,13 +98,10 @@ impl AdapterLayout {
             config.fan_in_fan_out = matches!(group[0].rows, RowOrder::Transposed { .. });
         }
         check_targets(&config, &stored, &modules, &adapted)?;
-        if modules.iter().any(|module| module.stack.is_some())
-            && (config.use_dora || config.start.changes_base())
-        {
-            let what = if config.use_dora { "DoRA" } else { "PiSSA" };
-            return Err(AdapterError::Layout(format!(
-                "{what} of experts is not supported: leave their matrices out of target_modules, or take plain LoRA"
-            )));
+        if config.start.changes_base() && modules.iter().any(|module| module.stack.is_some()) {
+            return Err(AdapterError::Layout(
+                "PiSSA of experts is not supported: leave their matrices out of target_modules, or take plain LoRA".into(),
+            ));
         }
         let trained_base = trained_base(&config, spec, &stored, &modules)?;
         if config.use_dora && modules.iter().any(AdaptedModule::is_embedding) {
@@ -247,6 +244,12 @@ impl AdapterLayout {
         self.modules.iter().any(|module| own(module) && !module.is_embedding())
     }
 
+    /// Whether experts have lengths of rows (DoRA), which are of their whole matrices.
+    pub fn has_lengths_of_experts(&self) -> bool {
+        let is_length = |p: &Parameter| matches!(p.role, Role::Lora(LoraPart::Magnitude, _));
+        self.parameters.iter().any(|p| is_length(p) && p.is_of_experts())
+    }
+
     /// Whether a parameter of the base model is trained too.
     pub fn trains_base(&self, block: BlockId, role: Role) -> bool {
         self.trained_base.iter().any(|p| p.block == block && p.role == role)
@@ -294,29 +297,32 @@ impl AdapterLayout {
         mut values: impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
     ) -> Result<(), AdapterError> {
         let mut recent = Recent::default();
-        self.write_tensors(folder, &self.config, &self.file_tensors(spec), |file| {
-            file.values(&mut |part| recent.part(part, &mut values))
-        })
+        self.write_tensors(
+            folder,
+            &self.config,
+            || self.file_tensors(spec),
+            |file| file.values(&mut |part| recent.part(part, &mut values)),
+        )
     }
 
-    /// Writes tensors and a configuration as a folder.
-    pub(super) fn write_tensors(
+    /// Writes tensors and a configuration as a folder. Tensors are listed twice: experts have very many, of which the names and sizes are
+    /// enough to begin with.
+    pub(super) fn write_tensors<I: Iterator<Item = FileTensor>>(
         &self,
         folder: &Path,
         config: &AdapterConfig,
-        files: &[FileTensor],
+        files: impl Fn() -> I,
         mut content: impl FnMut(&FileTensor) -> io::Result<Vec<f32>>,
     ) -> Result<(), AdapterError> {
         std::fs::create_dir_all(folder)
             .map_err(|source| AdapterError::Io { path: folder.to_owned(), source })?;
-        let headers: Vec<NewTensor> = files
-            .iter()
-            .map(|f| NewTensor { name: f.name.clone(), dtype: StoredDType::F32, shape: f.shape.clone() })
+        let headers: Vec<NewTensor> = files()
+            .map(|FileTensor { name, shape, .. }| NewTensor { name, dtype: StoredDType::F32, shape })
             .collect();
-        let mut next = files.iter();
+        let mut next = files();
         write_tensors(&folder.join(ADAPTER_WEIGHTS_NAME), &[("format", "pt")], &headers, |_, out| {
             let Some(file) = next.next() else { return Ok(()) };
-            content(file)?.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
+            content(&file)?.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
         })?;
         config.write(&folder.join(ADAPTER_CONFIG_NAME))
     }
@@ -328,57 +334,59 @@ impl AdapterLayout {
             Some(LoraPart::A | LoraPart::B) if self.config.start.changes_base() => 2,
             _ => 1,
         };
-        let files = self.file_tensors(spec);
-        files.iter().map(|file| 4 * doubled(file) * file.shape.iter().product::<u64>()).sum()
+        self.file_tensors(spec).map(|file| 4 * doubled(&file) * file.shape.iter().product::<u64>()).sum()
     }
 
-    pub(super) fn file_tensors(&self, spec: &ModelSpec) -> Vec<FileTensor> {
-        let find = |block, role| self.parameters.iter().find(|p| p.block == block && p.role == role).cloned();
-        let mut files = Vec::new();
-        for module in &self.modules {
-            let embedding = module.is_embedding();
-            let of_part = |part: LoraPart, roles: &[Adapted]| -> Vec<Parameter> {
-                roles.iter().filter_map(|role| find(module.block, Role::Lora(part, *role))).collect()
-            };
-            let [a, b] = if embedding {
-                [".lora_embedding_A", ".lora_embedding_B"]
-            } else {
-                [".lora_A.weight", ".lora_B.weight"]
-            };
-            if module.stack.is_some() {
-                for part in [LoraPart::A, LoraPart::B] {
-                    files.extend(self.file_tensors_of_stack(spec, module, part));
-                }
-                continue;
-            }
-            let first = &module.parts[..module.parts.len().min(1)];
-            for (suffix, parts, transposed) in [
-                (a, of_part(LoraPart::A, first), embedding),
-                (b, of_part(LoraPart::B, &module.parts), false),
-                (".lora_magnitude_vector", of_part(LoraPart::Magnitude, &module.parts), false),
-            ] {
-                if !parts.is_empty() {
-                    let name = format!("{PREFIX}{}{suffix}", module.name);
-                    let parts = parts.into_iter().map(StoredPart::whole).collect();
-                    files.push(FileTensor::new(name, parts, transposed));
-                }
-            }
+    /// The tensors of the adapter's file, made as they are asked for.
+    pub(super) fn file_tensors<'a>(&'a self, spec: &'a ModelSpec) -> impl Iterator<Item = FileTensor> + 'a {
+        let of_modules = self.modules.iter().flat_map(|module| self.file_tensors_of(spec, module));
+        let stored = spec.blocks().flat_map(|block| linears(spec, block));
+        of_modules.chain(stored.flat_map(|tensor| self.file_tensors_of_base(spec, tensor)))
+    }
+
+    fn file_tensors_of(&self, spec: &ModelSpec, module: &AdaptedModule) -> Vec<FileTensor> {
+        if module.stack.is_some() {
+            let parts = [LoraPart::A, LoraPart::B, LoraPart::Magnitude];
+            return parts.iter().flat_map(|part| self.file_tensors_of_stack(spec, module, *part)).collect();
         }
-        for tensor in spec.blocks().flat_map(|block| linears(spec, block)) {
-            let trained = tensor.parts.iter().all(|p| self.trains_base(p.parameter.block, p.role()));
-            if trained && !tensor.parts.is_empty() {
-                let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
-                let name = format!("{PREFIX}{}", tensor.name);
-                let file = FileTensor::new(name, tensor.parts, transposed);
-                if spec.tie_word_embeddings && file.parts[0].role() == Role::TokenEmbedding {
-                    // The library would untie a trained embedding: the head is written as well.
-                    let head = FileTensor { name: format!("{PREFIX}{HEAD}"), ..file.clone() };
-                    files.push(head);
-                }
-                files.push(file);
-            }
-        }
+        let find = |role| self.parameters.iter().find(|p| p.block == module.block && p.role == role).cloned();
+        let of_part = |part: LoraPart, roles: &[Adapted]| -> Vec<Parameter> {
+            roles.iter().filter_map(|role| find(Role::Lora(part, *role))).collect()
+        };
+        let embedding = module.is_embedding();
+        let [a, b] = if embedding {
+            [".lora_embedding_A", ".lora_embedding_B"]
+        } else {
+            [".lora_A.weight", ".lora_B.weight"]
+        };
+        let first = &module.parts[..module.parts.len().min(1)];
+        let all = [
+            (a, of_part(LoraPart::A, first), embedding),
+            (b, of_part(LoraPart::B, &module.parts), false),
+            (".lora_magnitude_vector", of_part(LoraPart::Magnitude, &module.parts), false),
+        ];
+        let files = all.into_iter().filter(|(_, parts, _)| !parts.is_empty());
         files
+            .map(|(suffix, parts, transposed)| {
+                let name = format!("{PREFIX}{}{suffix}", module.name);
+                FileTensor::new(name, parts.into_iter().map(StoredPart::whole).collect(), transposed)
+            })
+            .collect()
+    }
+
+    /// A tensor of the base model, where it is trained.
+    fn file_tensors_of_base(&self, spec: &ModelSpec, tensor: StoredTensor) -> Vec<FileTensor> {
+        let trained = tensor.parts.iter().all(|p| self.trains_base(p.parameter.block, p.role()));
+        if !trained || tensor.parts.is_empty() {
+            return Vec::new();
+        }
+        let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
+        let file = FileTensor::new(format!("{PREFIX}{}", tensor.name), tensor.parts, transposed);
+        // The library would untie a trained embedding: the head is written as well.
+        let is_head_too = spec.tie_word_embeddings
+            && file.parts.first().is_some_and(|part| part.role() == Role::TokenEmbedding);
+        let head = is_head_too.then(|| FileTensor { name: format!("{PREFIX}{HEAD}"), ..file.clone() });
+        head.into_iter().chain([file]).collect()
     }
 
     /// The tensors of one part of the adapters of a stack: one for each expert.
@@ -392,7 +400,11 @@ impl AdapterLayout {
         let own = |p: &&Parameter| p.block == module.block && p.role == Role::Lora(part, *adapted);
         let Some(parameter) = self.parameters.iter().find(own) else { return Vec::new() };
         let each = parameter.rows() / module.stack.unwrap_or(1).max(1);
-        let suffix = if part == LoraPart::A { ".lora_A.weight" } else { ".lora_B.weight" };
+        let suffix = match part {
+            LoraPart::A => ".lora_A.weight",
+            LoraPart::B => ".lora_B.weight",
+            LoraPart::Magnitude | LoraPart::Squares => ".lora_magnitude_vector",
+        };
         let singles = linears(spec, module.block);
         let of_stack = singles.iter().filter(|tensor| tensor.is_of(|role| role == adapted.role()));
         (0..)
@@ -440,9 +452,15 @@ pub(super) struct FileTensor {
 
 impl FileTensor {
     fn new(name: String, parts: Vec<StoredPart>, transposed: bool) -> FileTensor {
-        let mut shape = vec![parts.iter().map(StoredPart::count).sum()];
         let first = parts.first().map(|part| &part.parameter);
-        shape.extend(first.filter(|p| p.shape.len() > 1).map(Parameter::columns));
+        // Lengths of the rows of a stack have a row for each expert.
+        let is_vector = first.is_some_and(|p| p.role.kind() == ParameterKind::Norm);
+        let columns = first.filter(|p| p.shape.len() > 1).map(Parameter::columns);
+        let rows: u64 = parts.iter().map(StoredPart::count).sum();
+        let mut shape: Vec<u64> = match columns {
+            Some(columns) if is_vector => vec![rows * columns],
+            columns => std::iter::once(rows).chain(columns).collect(),
+        };
         if transposed {
             shape.reverse();
         }
@@ -525,6 +543,10 @@ fn parameters_of(spec: &ModelSpec, modules: &[AdaptedModule], dora: bool) -> Vec
                 let each = rows / experts.max(1);
                 add(LoraPart::A, *part, format!("{name}.lora_A.weight"), vec![experts, rank, columns]);
                 add(LoraPart::B, *part, format!("{name}.lora_B.weight"), vec![experts, each, rank]);
+                if dora {
+                    let name = format!("{name}.lora_magnitude_vector");
+                    add(LoraPart::Magnitude, *part, name, vec![experts, each]);
+                }
                 continue;
             }
             // Parts of one tensor are told apart by their own names.

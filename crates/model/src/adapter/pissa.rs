@@ -89,15 +89,16 @@ impl AdapterLayout {
         first: &FirstValues,
         mut values: impl FnMut(&Parameter) -> io::Result<Vec<f32>>,
     ) -> Result<(), AdapterError> {
-        let mut files = self.file_tensors(spec);
-        for file in &mut files {
+        let doubled = |mut file: FileTensor| {
             match file.part() {
                 Some(LoraPart::A) => file.shape[0] *= 2,
                 Some(LoraPart::B) => file.shape[1] *= 2,
                 _ => {}
             }
-        }
-        self.write_tensors(folder, &self.config().doubled(), &files, |file| {
+            file
+        };
+        let files = || self.file_tensors(spec).map(doubled);
+        self.write_tensors(folder, &self.config().doubled(), files, |file| {
             let trained = file.values(&mut |part| values(&part.parameter))?;
             let first = |part| -> io::Result<Matrix> {
                 let matrix = first.matrix(&file.name).map_err(io::Error::other)?;

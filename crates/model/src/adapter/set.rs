@@ -91,6 +91,12 @@ fn stack_values(
             };
             adapters.iter().map(of).zip(&ranks)
         };
+        if kind == LoraPart::Magnitude {
+            // Adapters with lengths are alone.
+            let own = adapters.iter().find_map(|(adapter, _)| adapter.low_rank().get(&place.tensor));
+            values.extend(own.and_then(|low| low.magnitudes.as_deref()).unwrap_or_default());
+            continue;
+        }
         if kind == LoraPart::A {
             for ((low, _), rank) in lows() {
                 let zeros = || vec![0.0; rank * columns];

@@ -3,17 +3,21 @@
 //!
 //! The file appears whole or not at all: it is written aside, synced, and renamed.
 
+use std::collections::HashSet;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::StoredDType;
 use crate::save_error::SaveError;
 
 /// Callers may write in small pieces; the system gets larger ones.
 const BUFFER: usize = 256 << 10;
+
+/// The entry that is no tensor.
+const METADATA: &str = "__metadata__";
 
 /// A tensor that is to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,7 +116,7 @@ pub(crate) fn write_placed(
     order: &[&NewTensor],
     write: impl FnOnce(&mut Placed<'_>) -> Result<(), SaveError>,
 ) -> Result<u64, SaveError> {
-    let (header, sizes) = header(path, metadata, order)?;
+    let header = Header::new(path, metadata, order)?;
     let io = |action| move |source| SaveError::io(action, path, source);
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -123,19 +127,19 @@ pub(crate) fn write_placed(
         .tempfile_in(folder)
         .map_err(|source| SaveError::io("create a file in", folder, source))?;
     let mut out = BufWriter::with_capacity(BUFFER, aside);
-    out.write_all(&header).map_err(io("write"))?;
-    let mut end = header.len() as u64;
-    let places = sizes.iter().map(|size| {
+    let first = header.write(&mut out).map_err(io("write"))?;
+    let mut end = first;
+    let places = header.sizes.iter().map(|size| {
         let begin = end;
         end += size;
         (begin, *size)
     });
     let places = places.collect();
-    let mut file = Placed { path, order, places, out, at: header.len() as u64, filled: 0 };
+    let mut file = Placed { path, order, places, out, at: first, filled: 0 };
     write(&mut file)?;
-    let missing = (end - header.len() as u64).saturating_sub(file.filled);
+    let missing = (end - first).saturating_sub(file.filled);
     if missing > 0 {
-        let (path, tensor, expected) = (path.to_owned(), String::new(), end - header.len() as u64);
+        let (path, tensor, expected) = (path.to_owned(), String::new(), end - first);
         return Err(SaveError::Length { path, tensor, expected, missing });
     }
     let aside = file.out.into_inner().map_err(|error| SaveError::io("write", path, error.into_error()))?;
@@ -160,43 +164,91 @@ pub(crate) fn sync_folder(folder: &Path) {
     }
 }
 
-/// The length prefix and the JSON, padded so that data starts at a multiple of 8, and each tensor's bytes.
-fn header(
-    path: &Path,
-    metadata: &[(&str, &str)],
-    order: &[&NewTensor],
-) -> Result<(Vec<u8>, Vec<u64>), SaveError> {
-    let fail = |tensor: &NewTensor, reason: &'static str| SaveError::Tensor {
-        path: path.to_owned(),
-        tensor: tensor.name.clone(),
-        reason,
-    };
-    let mut entries = Map::new();
-    if !metadata.is_empty() {
-        let pairs = metadata.iter().map(|(key, value)| (key.to_string(), Value::from(*value)));
-        entries.insert("__metadata__".to_owned(), Value::Object(pairs.collect()));
-    }
-    let mut sizes = Vec::with_capacity(order.len());
-    let mut begin = 0u64;
-    for tensor in order {
-        let size = tensor.dtype.bytes_for(&tensor.shape).ok_or_else(|| fail(tensor, "its size overflows"))?;
-        let end = begin.checked_add(size).ok_or_else(|| fail(tensor, "the file's size overflows"))?;
-        let entry = json!({
-            "dtype": tensor.dtype.name(),
-            "shape": tensor.shape,
-            "data_offsets": [begin, end],
-        });
-        if tensor.name == "__metadata__" || entries.insert(tensor.name.clone(), entry).is_some() {
-            return Err(fail(tensor, "its name is taken"));
+/// What stands before the tensors. It is written entry by entry: a file may have very many tensors.
+struct Header<'a> {
+    metadata: &'a [(&'a str, &'a str)],
+    order: &'a [&'a NewTensor],
+    /// Each tensor's bytes.
+    sizes: Vec<u64>,
+}
+
+impl<'a> Header<'a> {
+    fn new(
+        path: &Path,
+        metadata: &'a [(&'a str, &'a str)],
+        order: &'a [&'a NewTensor],
+    ) -> Result<Header<'a>, SaveError> {
+        let fail = |tensor: &NewTensor, reason: &'static str| SaveError::Tensor {
+            path: path.to_owned(),
+            tensor: tensor.name.clone(),
+            reason,
+        };
+        let mut names = HashSet::with_capacity(order.len() + 1);
+        names.insert(METADATA);
+        let mut sizes = Vec::with_capacity(order.len());
+        let mut end = 0u64;
+        for tensor in order {
+            let size =
+                tensor.dtype.bytes_for(&tensor.shape).ok_or_else(|| fail(tensor, "its size overflows"))?;
+            end = end.checked_add(size).ok_or_else(|| fail(tensor, "the file's size overflows"))?;
+            if !names.insert(&tensor.name) {
+                return Err(fail(tensor, "its name is taken"));
+            }
+            sizes.push(size);
         }
-        sizes.push(size);
-        begin = end;
+        Ok(Header { metadata, order, sizes })
     }
-    let mut json = Value::Object(entries).to_string().into_bytes();
-    json.resize(json.len().next_multiple_of(8), b' ');
-    let mut header = (json.len() as u64).to_le_bytes().to_vec();
-    header.append(&mut json);
-    Ok((header, sizes))
+
+    /// Writes the length prefix and the JSON, padded so that data starts at a multiple of 8; returns how many bytes.
+    fn write(&self, out: &mut dyn Write) -> io::Result<u64> {
+        let mut count = Count(0);
+        self.write_json(&mut count)?;
+        let padded = count.0.next_multiple_of(8);
+        out.write_all(&padded.to_le_bytes())?;
+        self.write_json(out)?;
+        (count.0..padded).try_for_each(|_| out.write_all(b" "))?;
+        Ok(size_of::<u64>() as u64 + padded)
+    }
+
+    fn write_json(&self, mut out: &mut dyn Write) -> io::Result<()> {
+        let mut separator = "{";
+        if !self.metadata.is_empty() {
+            let pairs = self.metadata.iter().map(|(key, value)| (key.to_string(), Value::from(*value)));
+            let pairs = Value::Object(pairs.collect());
+            write!(out, "{separator}\"{METADATA}\":{pairs}")?;
+            separator = ",";
+        }
+        let mut begin = 0;
+        for (tensor, size) in self.order.iter().zip(&self.sizes) {
+            write!(out, "{separator}")?;
+            serde_json::to_writer(&mut out, &tensor.name)?;
+            let entry = json!({
+                "dtype": tensor.dtype.name(),
+                "shape": tensor.shape,
+                "data_offsets": [begin, begin + size],
+            });
+            write!(out, ":{entry}")?;
+            (separator, begin) = (",", begin + size);
+        }
+        if separator == "{" {
+            write!(out, "{separator}")?;
+        }
+        write!(out, "}}")
+    }
+}
+
+/// Counts what is written.
+struct Count(u64);
+
+impl Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Lets through just as many bytes as spans have, each to its place.

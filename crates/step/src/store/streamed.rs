@@ -80,7 +80,8 @@ fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>, is_shared: bool
     let trains = |p: &Parameter| {
         storage.trained && storage.adapters.is_none_or(|layout| layout.trains_base(p.block, p.role))
     };
-    asked && !is_shared && experts_can_come(spec, storage.types, &trains)
+    let has_lengths = storage.adapters.is_some_and(AdapterLayout::has_lengths_of_experts);
+    asked && !is_shared && !has_lengths && experts_can_come(spec, storage.types, &trains)
 }
 
 impl<'a> WeightStore<'a> {

@@ -95,5 +95,6 @@ pub(crate) fn is_matrix(parameter: &Parameter) -> bool {
         Role::Lora(..) => !parameter.is_of_experts(),
         role => role.is_small_matrix(),
     };
-    parameter.shape.len() >= 2 && parameter.role.kind() != ParameterKind::Bias && !small
+    let is_vector = matches!(parameter.role.kind(), ParameterKind::Bias | ParameterKind::Norm);
+    parameter.shape.len() >= 2 && !is_vector && !small
 }

@@ -7,8 +7,10 @@ use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};
 use plimsoll_model::{BlockId, LoraPart, Role};
 use plimsoll_parallel::Solo;
-use plimsoll_step::{Offload, StateKind, StepError, StepSettings};
+use plimsoll_step::{GradientClipping, Offload, StateKind, StepError, StepSettings};
 
+use super::plain_llama::{Weights, losses_with, weights_of};
+use super::plain_mixture::Mixture;
 use super::*;
 
 /// alpha / rank of [`adapters`].
@@ -17,25 +19,38 @@ fn scale() -> f64 {
     config.alpha / 3.0
 }
 
-/// The values of the weight that an adapter changes.
-fn whole(trainer: &Trainer<'_>, spec: &ModelSpec, magnitude: &Parameter) -> Vec<Vec<f64>> {
+/// The weight that an adapter changes.
+fn base_of(spec: &ModelSpec, adapter: &Parameter) -> Parameter {
+    let Role::Lora(_, of) = adapter.role else { panic!("{}", adapter.name) };
+    spec.parameters().into_iter().find(|p| (p.block, p.role) == (adapter.block, of.role())).unwrap()
+}
+
+/// The weight with its adapter, row by row; each expert has an A of its own.
+fn whole(
+    values: &dyn Fn(&Parameter) -> Vec<f64>,
+    trained: &[Parameter],
+    spec: &ModelSpec,
+    magnitude: &Parameter,
+) -> Vec<Vec<f64>> {
     let Role::Lora(_, of) = magnitude.role else { panic!("{}", magnitude.name) };
-    let values =
-        |p: &Parameter| -> Vec<f64> { trainer.values(p).unwrap().into_iter().map(f64::from).collect() };
-    let block = magnitude.block;
-    let base = spec.parameters().into_iter().find(|p| (p.block, p.role) == (block, of.role())).unwrap();
+    let base = base_of(spec, magnitude);
     let part = |part| {
         let role = Role::Lora(part, of);
-        let found = trainer.trained().iter().find(|p| (p.block, p.role) == (block, role)).unwrap();
-        values(found)
+        values(trained.iter().find(|p| (p.block, p.role) == (magnitude.block, role)).unwrap())
     };
     let (weight, a, b) = (values(&base), part(LoraPart::A), part(LoraPart::B));
-    let columns = base.columns() as usize;
+    let (rows, columns) = (base.rows() as usize, base.columns() as usize);
+    let each = rows / base.experts() as usize;
     let element = |row: usize, column: usize| {
-        let product: f64 = (0..3).map(|k| b[row * 3 + k] * a[k * columns + column]).sum();
+        let own = row / each * 3;
+        let product: f64 = (0..3).map(|k| b[row * 3 + k] * a[(own + k) * columns + column]).sum();
         weight[row * columns + column] + scale() * product
     };
-    (0..base.rows() as usize).map(|row| (0..columns).map(|column| element(row, column)).collect()).collect()
+    (0..rows).map(|row| (0..columns).map(|column| element(row, column)).collect()).collect()
+}
+
+fn length(row: &[f64]) -> f64 {
+    squares(row).sqrt()
 }
 
 fn is_magnitude(p: &&Parameter) -> bool {
@@ -86,7 +101,9 @@ fn rows_have_the_lengths_that_were_set() {
         let magnitudes: Vec<Parameter> = trainer.trained().iter().filter(is_magnitude).cloned().collect();
         assert_eq!(magnitudes.len(), 7 * 3);
         for p in &magnitudes {
-            let lengths = whole(&trainer, &spec, p).into_iter().map(|row| squares(&row).sqrt());
+            let values = |p: &Parameter| trainer.values(p).unwrap().into_iter().map(f64::from).collect();
+            let rows = whole(&values, trainer.trained(), &spec, p);
+            let lengths = rows.iter().map(|row| length(row));
             for (found, length) in trainer.values(p).unwrap().into_iter().zip(lengths) {
                 assert!((f64::from(found) / length - 1.0).abs() < 1e-5, "{}: {found} {length}", p.name);
             }
@@ -101,5 +118,57 @@ fn rows_have_the_lengths_that_were_set() {
         let found = loss(&mut trainer);
         assert!((found / doubled - 1.0).abs() < 1e-5, "{parameters:?}: {found} {doubled}");
         assert!((found / plain - 1.0).abs() > 1e-3, "{parameters:?}: {found} {plain}");
+    }
+}
+
+/// DoRA on every linear of a mixture, experts too, against its plain version: the loss, and every gradient, with the lengths of the rows as
+/// they are now.
+#[test]
+fn experts_have_lengths_of_their_own() {
+    let spec = moe_plus_plus();
+    let TrainingMethod::Adapters(with) = adapters(&spec, 0.0, true) else { panic!("no adapters") };
+    let trained = with.layout.parameters().to_vec();
+    let magnitudes: Vec<&Parameter> = trained.iter().filter(is_magnitude).collect();
+    assert!(magnitudes.iter().any(|p| p.is_of_experts()));
+    let rows_of =
+        |all: &Weights, p: &Parameter| whole(&|p: &Parameter| all[&p.name].clone(), &trained, &spec, p);
+    let mut all = weights_of(&spec);
+    all.extend(trained.iter().map(|p| (p.name.clone(), values(p).into_iter().map(f64::from).collect())));
+    let lengths: HashMap<&str, Vec<f64>> = magnitudes
+        .iter()
+        .map(|p| (p.name.as_str(), rows_of(&all, p).iter().map(|row| length(row)).collect()))
+        .collect();
+    let plain = |all: &Weights| {
+        let mut own = all.clone();
+        for p in &magnitudes {
+            let factors = all[&p.name].iter().zip(&lengths[p.name.as_str()]).map(|(m, c)| m / c);
+            let rows = rows_of(all, p).into_iter().zip(factors);
+            let weight = rows.flat_map(|(row, factor)| row.into_iter().map(move |x| factor * x)).collect();
+            own.insert(base_of(&spec, p).name, weight);
+        }
+        let (tokens, targets) = tokens(5, 1, 24);
+        let losses = losses_with(&spec, &own, &tokens, &targets, &mut Mixture::new(&spec, None));
+        losses.iter().sum::<f64>() / 23.0
+    };
+    let clipping = GradientClipping::None;
+    let method = TrainingMethod::Adapters(with.clone());
+    let settings = StepSettings { method, clipping, balance_loss: 0.0, ..settings(1, 24) };
+    let (tokens, targets) = tokens(5, 1, 24);
+    let batch = [MicroBatch::new(&tokens, &targets)];
+    let device = roomy(2);
+    let mut trainer = trainer(&device, &spec, &settings);
+    let loss = trainer.accumulate(&batch).unwrap().0;
+    let expected = plain(&all);
+    assert!((loss / expected - 1.0).abs() < 2e-6, "{loss}, not {expected}");
+    for (p, gradient) in gradients(&device, &mut trainer, &batch) {
+        let size = length(&gradient);
+        let at = |step: f64| {
+            let mut moved = all.clone();
+            let own = moved.get_mut(&p.name).unwrap();
+            own.iter_mut().zip(&gradient).for_each(|(w, g)| *w += step / size * g);
+            plain(&moved)
+        };
+        let slope = (at(1e-5) - at(-1e-5)) / 2e-5;
+        assert!(size > 0.0 && (slope / size - 1.0).abs() < 1e-3, "{}: {slope} {size}", p.name);
     }
 }

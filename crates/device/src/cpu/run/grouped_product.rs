@@ -82,7 +82,7 @@ pub(super) fn rest(offsets: &[u32], x: &Tensor) -> Result<Range<usize>, String> 
     Ok(last..rows)
 }
 
-fn elements(rows: &Range<usize>, x: &Tensor) -> Range<usize> {
+pub(super) fn elements(rows: &Range<usize>, x: &Tensor) -> Range<usize> {
     let columns = x.columns() as usize;
     rows.start * columns..rows.end * columns
 }

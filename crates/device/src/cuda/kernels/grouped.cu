@@ -145,6 +145,38 @@ KERNEL(grouped_bias, const float* flag, View dout, const float* factors, u64 pla
     }
 }
 
+// out[r] (+)= x[r] times the factors over the divisors of r's group, and its bias; nothing of a row behind all groups.
+KERNEL(grouped_scale_columns, const float* flag, View x, const float* factors, const float* divisors, View bias, const u32* offsets,
+       u64 groups, View out, u64 n, u64 columns, u32 accumulate) {
+    if (skipped(flag)) return;
+    EACH(i, n) {
+        u64 group = group_of(offsets, groups, i / columns), own = group * columns + i % columns;
+        float value = 0.0f;
+        if (group < groups) {
+            float divisor = divisors ? divisors[own] : 1.0f;
+            float factor = factors[own] / (divisor == 0.0f ? 1.0f : divisor);
+            value = load(x, i) * factor + (bias.at ? load(bias, own) : 0.0f);
+        }
+        store(out, i, accumulate ? load(out, i) + value : value);
+    }
+}
+
+// out[e] (+)= the sum over the rows of e of a times b, over the divisors of e.
+KERNEL(grouped_column_dots, const float* flag, View a, View b, const float* divisors, const u32* offsets, View out, u64 groups,
+       u64 rows, u64 columns, u32 accumulate) {
+    if (skipped(flag)) return;
+    EACH(i, groups * columns) {
+        u64 group = i / columns, end = offsets[group + 1] < rows ? offsets[group + 1] : rows;
+        float sum = 0.0f;
+        for (u64 row = offsets[group]; row < end; row++) {
+            u64 at = row * columns + i % columns;
+            sum += load(a, at) * load(b, at);
+        }
+        sum /= divisors[i] == 0.0f ? 1.0f : divisors[i];
+        store(out, i, accumulate ? load(out, i) + sum : sum);
+    }
+}
+
 // out[r] += the bias of r's group times r's factor.
 KERNEL(weighted_bias, const float* flag, View bias, const float* factors, u64 places, const u32* sources, const u32* offsets,
        u64 groups, View out, u64 rows, u64 columns) {

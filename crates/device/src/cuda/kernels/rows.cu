@@ -164,15 +164,17 @@ KERNEL(row_squares, const float* flag, View x, float* out, u64 rows, u64 columns
     }
 }
 
+// `each` rows are of one matrix, those after them of the next.
 KERNEL(row_lengths, const float* flag, const float* squares, const float* cross, const float* gram, const float* b,
-       float scale, float* lengths, u64 outputs, u64 rank) {
+       float scale, float* lengths, u64 outputs, u64 rank, u64 each) {
     if (skipped(flag)) return;
     EACH(row, outputs) {
+        u64 first = row / each * rank;
         double beside = 0.0, own = 0.0, by = scale;
         for (u64 k = 0; k < rank; k++) {
             double value = b[row * rank + k], product = 0.0;
-            beside += value * (double)cross[k * outputs + row];
-            for (u64 l = 0; l < rank; l++) product += (double)gram[k * rank + l] * (double)b[row * rank + l];
+            beside += value * (double)cross[(first + k) * each + row % each];
+            for (u64 l = 0; l < rank; l++) product += (double)gram[(first + k) * rank + l] * (double)b[row * rank + l];
             own += value * product;
         }
         double square = (double)squares[row] + 2.0 * by * beside + by * by * own;

@@ -9,12 +9,12 @@ const TILE: u64 = 64;
 /// Bytes of the tiles of both operands: `GROUP_DEPTH` lines of `GROUP_PITCH` numbers.
 const SHARED_BYTES: u64 = 2 * 16 * (TILE + 1) * 4;
 
-fn groups_of(offsets: &Tensor) -> u64 {
+pub(super) fn groups_of(offsets: &Tensor) -> u64 {
     offsets.elements().saturating_sub(1)
 }
 
 /// Refuses offsets of rows that there are not.
-fn check(emit: &mut Emit<'_>, offsets: &Tensor, rows: &Tensor) -> Result<(), CudaError> {
+pub(super) fn check(emit: &mut Emit<'_>, offsets: &Tensor, rows: &Tensor) -> Result<(), CudaError> {
     emit.check("first row of a group", offsets, rows.rows() + 1, rows, false)
 }
 

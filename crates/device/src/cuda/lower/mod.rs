@@ -23,7 +23,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 100] = [
+pub(super) const KERNELS: [&str; 102] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -79,7 +79,9 @@ pub(super) const KERNELS: [&str; 100] = [
     "gather_rows",
     "gradient_of_runs",
     "grouped_bias",
+    "grouped_column_dots",
     "grouped_product",
+    "grouped_scale_columns",
     "grouped_weight",
     "int8_scales",
     "jitter",

@@ -1,5 +1,6 @@
 //! Row by row: norms, positions, rows of tables, lengths of rows.
 
+use super::grouped::{check, groups_of};
 use super::parameters::{Emit, Rounding, View, row_blocks, vector_blocks};
 use super::{Summed, sum_rows};
 use crate::cuda::CudaError;
@@ -92,16 +93,37 @@ pub(super) fn magnitude(op: Magnitude<'_>, emit: &mut Emit<'_>) -> Result<(), Cu
             let kernel = emit.kernel("row_lengths", vector_blocks(b.rows()));
             let tensors = [squares, cross, gram, b];
             let kernel = tensors.into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
-            kernel.with(scale).with(emit.address(lengths)).with(b.rows()).with(b.columns())
+            kernel
+                .with(scale)
+                .with(emit.address(lengths))
+                .with(b.rows())
+                .with(b.columns())
+                .with(cross.columns())
         }
-        Magnitude::ScaleColumns { x, factors, divisors, bias, out, accumulate } => {
+        Magnitude::ScaleColumns { x, factors, divisors, bias, offsets: Some(offsets), out, accumulate } => {
+            check(emit, offsets, x)?;
+            let n = out.elements();
+            let kernel = emit.kernel("grouped_scale_columns", vector_blocks(n)).with(emit.view(x));
+            let kernel = kernel.with(emit.address(factors)).with(emit.address(divisors));
+            let kernel = kernel.with(bias.map_or(View::NONE, |bias| emit.view(bias)));
+            let kernel = kernel.with(emit.address(offsets)).with(groups_of(offsets)).with(emit.view(out));
+            kernel.with(n).with(x.columns()).with(u32::from(accumulate))
+        }
+        Magnitude::ScaleColumns { x, factors, divisors, bias, offsets: None, out, accumulate } => {
             let n = out.elements();
             let kernel = emit.kernel("scale_columns", vector_blocks(n)).with(emit.view(x));
             let kernel = kernel.with(emit.address(factors)).with(emit.address(divisors));
             let kernel = kernel.with(bias.map_or(View::NONE, |bias| emit.view(bias))).with(emit.view(out));
             kernel.with(n).with(x.columns()).with(u32::from(accumulate))
         }
-        Magnitude::ColumnDots { a, b, divisors, out, accumulate } => {
+        Magnitude::ColumnDots { a, b, divisors, offsets: Some(offsets), out, accumulate } => {
+            check(emit, offsets, a)?;
+            let kernel = emit.kernel("grouped_column_dots", vector_blocks(out.elements()));
+            let kernel = kernel.with(emit.view(a)).with(emit.view(b)).with(emit.address(divisors));
+            let kernel = kernel.with(emit.address(offsets)).with(emit.view(out)).with(groups_of(offsets));
+            kernel.with(a.rows()).with(a.columns()).with(u32::from(accumulate))
+        }
+        Magnitude::ColumnDots { a, b, divisors, offsets: None, out, accumulate } => {
             return sum_rows(emit, Summed::Products(a, b, divisors), out, accumulate);
         }
     };
