@@ -9,14 +9,21 @@ pub enum Collective {
     ReduceScatter,
     /// Everybody gets all of a sum.
     AllReduce,
+    /// Everybody gets its own part of what each of the others has: rows for the experts of a rank, and back.
+    AllToAll,
     /// One rank gets what another has: the border of two stages of a pipeline.
     Send,
 }
 
 impl Collective {
     /// Every kind, in the order in which they are listed.
-    pub const ALL: [Collective; 4] =
-        [Collective::AllGather, Collective::ReduceScatter, Collective::AllReduce, Collective::Send];
+    pub const ALL: [Collective; 5] = [
+        Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::AllReduce,
+        Collective::AllToAll,
+        Collective::Send,
+    ];
 
     /// The name in reports and JSON.
     pub fn name(self) -> &'static str {
@@ -24,6 +31,7 @@ impl Collective {
             Collective::AllGather => "all_gather",
             Collective::ReduceScatter => "reduce_scatter",
             Collective::AllReduce => "all_reduce",
+            Collective::AllToAll => "all_to_all",
             Collective::Send => "send",
         }
     }
@@ -91,7 +99,9 @@ impl Communicated {
 
     /// Each number with the same one of another.
     pub(crate) fn combine(self, other: Communicated, with: impl Fn(u64, u64) -> u64) -> Communicated {
-        let each = |a: [u64; 4], b: [u64; 4]| std::array::from_fn(|i| with(a[i], b[i]));
+        let each = |a: [u64; Collective::ALL.len()], b: [u64; Collective::ALL.len()]| {
+            std::array::from_fn(|i| with(a[i], b[i]))
+        };
         Communicated {
             bytes: each(self.bytes, other.bytes),
             messages: each(self.messages, other.messages),

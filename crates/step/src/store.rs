@@ -92,9 +92,9 @@ impl BlockWeights {
             let (squares, copy) = (alloc("dora.squares")?, alloc("dora.magnitude")?);
             device.run(Magnitude::RowSquares { x: weight, out: &squares })?;
             let lengths = adapter.lengths_of(device, &squares, weight)?;
-            device.run(Elementwise::Cast { x: dora.magnitude, out: &copy, rounding: Rounding::Nearest })?;
-            device.run(Elementwise::Fill { out: &squares, value: 1.0 })?;
             let out = reshaped(dora.magnitude, &[1, outputs])?;
+            device.run(Elementwise::Cast { x: &out, out: &copy, rounding: Rounding::Nearest })?;
+            device.run(Elementwise::Fill { out: &squares, value: 1.0 })?;
             device.run(Magnitude::ScaleColumns {
                 x: &squares,
                 factors: &copy,
@@ -114,7 +114,8 @@ impl BlockWeights {
             let weight = self.get(used.of.role())?;
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
             if let Some(Dora { magnitude: out, squares: Some(squares), .. }) = adapter.dora {
-                let x = &adapter.lengths_of(device, squares, weight)?;
+                let lengths = adapter.lengths_of(device, squares, weight)?;
+                let x = &reshaped(&lengths, out.shape().dims())?;
                 device.run(Elementwise::Cast { x, out, rounding: Rounding::Nearest })?;
             }
         }

@@ -803,7 +803,9 @@ fn ranks_with_different_experts_come_near_one() {
         for precision in [Precision::F32, PURE_BF16] {
             let all =
                 RouterTraining { z_loss: 0.01, jitter: 0.1, capacity: Some(1.2), correction_speed: 0.01 };
-            for routers in [RouterTraining::default(), all] {
+            // Of few places rows alone are exchanged.
+            let few = RouterTraining { capacity: Some(0.5), ..all };
+            for routers in [RouterTraining::default(), all, few] {
                 let settings = StepSettings { precision, balance_loss: 0.05, routers, ..settings(1, 12) };
                 let one = run(&spec, &settings, 1);
                 // A rounding may send a token to another expert, or another token to where there is no more room.
@@ -822,6 +824,34 @@ fn ranks_with_different_experts_come_near_one() {
             }
         }
     }
+}
+
+/// Where capacities leave fewer rows for a rank than there are tokens, it is sent rows and not tokens: a step sends less, and needs less.
+#[test]
+fn ranks_exchange_rows_where_these_are_fewer_than_tokens() {
+    let spec = wider(mixture());
+    let of = |capacity| {
+        let routers = RouterTraining { capacity, ..RouterTraining::default() };
+        let settings = sharing_experts(StepSettings { routers, ..settings(1, 12) }, 2);
+        let (dry, ranks) = (Dry::new(), DryRanks::new(0, 2));
+        let settings = of_rank(&settings, &ranks);
+        let mut trainer = Trainer::new(&dry, Arc::default(), spec.clone(), settings.clone(), &ranks).unwrap();
+        one_step(&mut trainer, &settings, 0);
+        (dry.moved().sent, dry.arena().high_water())
+    };
+    let ([tokens, rows], [roomy, tight]) = {
+        let (all, few) = (of(Some(1.0)), of(Some(0.5)));
+        ([all.0, few.0], [all.1, few.1])
+    };
+    assert_eq!(tokens.messages(Collective::AllToAll), 0);
+    // To the experts and back in each direction, and once more to them backward.
+    let layers = spec.experts.as_ref().unwrap().layers.iter().filter(|has| **has).count() as u64;
+    let passes = 2;
+    assert_eq!(rows.messages(Collective::AllToAll), passes * layers * 5);
+    let row_bytes = spec.hidden_size * 4;
+    assert_eq!(rows.bytes(Collective::AllToAll), passes * layers * 5 * 6 * row_bytes);
+    assert!(rows.total_bytes() < tokens.total_bytes(), "{rows:?} {tokens:?}");
+    assert!(tight < roomy, "{tight} {roomy}");
 }
 
 /// Weights, gradients and states of experts are a part of the whole, and those of all else are whole.
@@ -899,7 +929,7 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
         ..sizes
     };
     let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
-    whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &settings(1, 16), sharing_products);
+    whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &settings(1, 16), sharing_products, &[]);
 }
 
 /// The same where each has some of a layer's experts: beside its part of every product, or alone.
@@ -922,14 +952,23 @@ fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
         ..sizes
     };
     let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
-    whatever_else_is_asked_they_come_near_one(&[&untied], &settings(1, 16), sharing_products);
-    whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &settings(1, 16), sharing_experts);
+    let base = settings(1, 16);
+    whatever_else_is_asked_they_come_near_one(&[&untied], &base, sharing_products, &[]);
+    // Experts with their lengths, and rows that are exchanged.
+    let method = adapters(&spec, true, DType::F32);
+    let lengths = StepSettings { method, ..base.clone() };
+    let lengths = StepSettings { method: without_dropout(&lengths), ..lengths };
+    let routers = RouterTraining { capacity: Some(0.5), ..RouterTraining::default() };
+    let rows = StepSettings { routers, checkpointing: Checkpointing::Full, ..base.clone() };
+    let more = [(lengths, 2e-5), (rows, 2e-5)];
+    whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &base, sharing_experts, &more);
 }
 
 fn whatever_else_is_asked_they_come_near_one(
     specs: &[&ModelSpec],
     base: &StepSettings,
     share: fn(StepSettings, u32) -> StepSettings,
+    more: &[(StepSettings, f64)],
 ) {
     let spec = specs[0];
     let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
@@ -948,7 +987,10 @@ fn whatever_else_is_asked_they_come_near_one(
         (StepSettings { method: adapters(DType::F32), ..base.clone() }, 2e-5),
         (StepSettings { method: adapters(DType::Q8_0), ..base.clone() }, 2e-5),
         (StepSettings { method: adapters(DType::Nf4), ..base.clone() }, 2e-2),
-    ] {
+    ]
+    .into_iter()
+    .chain(more.iter().cloned())
+    {
         for spec in specs.iter().copied() {
             let one = run(spec, &settings, 1);
             let shared = share(settings.clone(), 2);

@@ -79,6 +79,22 @@ pub enum Routing<'a> {
     /// rows for them. What has none is [`NOWHERE`], as is the place of a row that nobody needs, and a place of nobody. choice and places
     /// u32 `[N, k]`, sources u32 `[R]`, at least as many as places of these experts, offsets u32 `[E + 1]`.
     Sort { choice: &'a Tensor, first: u32, sources: &'a Tensor, places: &'a Tensor, offsets: &'a Tensor },
+    /// Rows that ranks exchange, in blocks of as many slots for each: of rows sorted by expert, those of as many experts as `each` come to a
+    /// block of their own, from its first slot on. `slots[q]` is the place of the row in slot q, and `taken[n, j]` the slot of a place;
+    /// what has none is [`NOWHERE`]. sources u32 `[R]` and offsets u32 `[E + 1]` of a sort, slots u32 `[P M]` with `P = E / each`, taken
+    /// u32 `[N, k]`. Refuses rows of a block that are more than its slots.
+    ToBlocks { sources: &'a Tensor, offsets: &'a Tensor, each: u64, slots: &'a Tensor, taken: &'a Tensor },
+    /// The same rows at the ranks of their experts: of rows sorted by expert, over the places of all ranks, those of the places of a rank,
+    /// of which each has `each`, come to a block of their own, in order. `rows[q]` is the row in slot q, and `slots[r]` the slot of row r;
+    /// what has none is [`NOWHERE`]. sources u32 `[R]` and offsets u32 `[E + 1]` of a sort, rows u32 `[P M]`, slots u32 `[R]`.
+    FromBlocks {
+        sources: &'a Tensor,
+        offsets: &'a Tensor,
+        each: u64,
+        blocks: u64,
+        rows: &'a Tensor,
+        slots: &'a Tensor,
+    },
     /// `out = x`: choices and counts that go to other ranks; u32 of the same size.
     Copy { x: &'a Tensor, out: &'a Tensor },
     /// `out[r] = x[sources[r] / each]`, 0 where that is nowhere; x `[N, H]`, out `[R, H]` of the same type.
@@ -174,6 +190,29 @@ impl<'a> Family<'a> for Routing<'a> {
                     .that((2..=MAX_EXPERTS + 1).contains(&offsets.elements()), || {
                         format!("{offsets:?} are no offsets of 1 to {MAX_EXPERTS} experts")
                     })
+            }
+            Routing::ToBlocks { sources, offsets, each, slots, taken } => {
+                let experts = offsets.elements().saturating_sub(1);
+                let blocks = experts / each.max(1);
+                let whole =
+                    blocks > 0 && experts.is_multiple_of(each) && slots.elements().is_multiple_of(blocks);
+                Description::new("rows_to_blocks", [sources, offsets], [slots, taken])
+                    .u32(sources)
+                    .u32(offsets)
+                    .u32(slots)
+                    .choice(taken, taken.rows())
+                    .that(whole, || format!("{slots:?} are no blocks for {each} of {experts} experts"))
+                    .that(slots.elements() < u64::from(NOWHERE), || format!("{slots:?} are too many"))
+            }
+            Routing::FromBlocks { sources, offsets, each, blocks, rows, slots } => {
+                let whole = blocks > 0 && each > 0 && rows.elements().is_multiple_of(blocks);
+                Description::new("rows_from_blocks", [sources, offsets], [rows, slots])
+                    .u32(sources)
+                    .u32(offsets)
+                    .u32(rows)
+                    .u32_vector(slots, sources.elements())
+                    .that(whole, || format!("{rows:?} are no blocks for {blocks} ranks"))
+                    .that(rows.elements() < u64::from(NOWHERE), || format!("{rows:?} are too many"))
             }
             Routing::Copy { x, out } => {
                 Description::new("copy_choice", [x], [out]).u32(x).u32(out).same_size(x, [out])

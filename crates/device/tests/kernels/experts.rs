@@ -343,6 +343,52 @@ fn rows_are_sorted_by_expert_and_found_again() {
     }
 }
 
+/// Two ranks with two experts each, of tokens of their own: rows go out in blocks of three slots, and arrive at the experts' rank in the
+/// order of its experts over the tokens of both.
+#[test]
+fn rows_go_to_other_ranks_in_blocks() {
+    let no = NOWHERE;
+    let numbers = |values: &[u32]| values.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
+    let expected = |operand, values: &[u32]| Expected { operand, values: numbers(values), tolerance: 0.0 };
+    // The choice [2, 0], [3, nobody], [1, 2], sorted by four experts; the last row is nobody's.
+    let operands = [
+        Operand::new(U32, &[6], numbers(&[1, 4, 0, 5, 2, no])),
+        Operand::new(U32, &[5], numbers(&[0, 1, 2, 4, 5])),
+        Operand::garbage(U32, &[6]),
+        Operand::garbage(U32, &[3, 2]),
+    ];
+    check(
+        "out",
+        &operands,
+        |cpu, t| {
+            let [sources, offsets, slots, taken] = [&t[0], &t[1], &t[2], &t[3]];
+            cpu.run(Routing::ToBlocks { sources, offsets, each: 2, slots, taken })
+        },
+        &[expected(2, &[1, 4, no, 0, 5, 2]), expected(3, &[3, 0, 5, no, 1, 4])],
+    );
+    // Experts 2 and 3 over the places of both ranks, of which the second's begin at 6: 0, 5, 8 and 2, 7.
+    let operands = [
+        Operand::new(U32, &[6], numbers(&[0, 5, 8, 2, 7, no])),
+        Operand::new(U32, &[3], numbers(&[0, 3, 5])),
+        Operand::garbage(U32, &[6]),
+        Operand::garbage(U32, &[6]),
+    ];
+    check(
+        "in",
+        &operands,
+        |cpu, t| {
+            let [sources, offsets, rows, slots] = [&t[0], &t[1], &t[2], &t[3]];
+            cpu.run(Routing::FromBlocks { sources, offsets, each: 6, blocks: 2, rows, slots })
+        },
+        &[expected(2, &[0, 1, 3, 2, 4, no]), expected(3, &[0, 1, 3, 2, 4, no])],
+    );
+    let refused = run(Isa::detect(), 1, &operands, &|cpu, t| {
+        let [sources, offsets, rows, slots] = [&t[0], &t[1], &t[2], &t[3]];
+        cpu.run(Routing::FromBlocks { sources, offsets, each: 6, blocks: 3, rows, slots })
+    });
+    assert!(refused.unwrap_err().to_string().contains("do not fit into the blocks"));
+}
+
 /// With fewer rows than places: nobody's places have none, nor those of experts without an offset that find no more room.
 #[test]
 fn places_without_a_row_are_nowhere() {

@@ -34,7 +34,7 @@ use crate::linear::Linear;
 use crate::policy::{LayerPolicy, Save};
 use crate::products::Products;
 use crate::store::{BlockWeights, ExpertVisit, load_parts};
-use ranks::Tokens;
+use ranks::{Blocks, Tokens};
 use shared::Shared;
 
 /// What the router says of some tokens.
@@ -77,6 +77,8 @@ struct Order<'v> {
     offsets: Tensor,
     /// The experts on their way, where they come by themselves.
     visit: Option<ExpertVisit<'v>>,
+    /// The way of rows that ranks exchange, where they do.
+    blocks: Option<Blocks>,
 }
 
 /// What multiplies the rows of an activation: the weights of experts, or the gate of a shared expert.
@@ -360,7 +362,8 @@ impl<'e, 'c> Experts<'e, 'c> {
         let layer = self.weights.block().layer().unwrap_or(0);
         let begin = |weights| ExpertVisit::begin(device, weights, layer, &offsets, sources.elements());
         let visit = self.ctx.expert_weights.map(begin).transpose()?;
-        Ok(Order { sources, places, offsets, visit })
+        let blocks = self.blocks(all, &sources, &offsets)?;
+        Ok(Order { sources, places, offsets, visit, blocks })
     }
 
     fn part<'o>(&'o self, order: &'o Order<'_>) -> FeedForward<'o> {
@@ -368,8 +371,11 @@ impl<'e, 'c> Experts<'e, 'c> {
         FeedForward { weights: self.weights, roles: FeedForwardRoles::EXPERTS, offsets, visit }
     }
 
-    /// Rows `[R, H]` for the experts, of x `[N, H]`.
+    /// Rows `[R, H]` for the experts, of x `[N, H]` of all ranks, or of this one where they exchange rows.
     fn gather(&self, x: &Tensor, order: &Order<'_>) -> Result<Tensor, StepError> {
+        if let (Some(blocks), Some(ranks)) = (&order.blocks, self.ctx.expert_ranks) {
+            return self.exchange_rows(ranks, blocks, x, order.sources.elements());
+        }
         let sizes = [order.sources.elements(), x.columns()];
         let out = self.ctx.device.alloc(x.dtype(), &sizes, Tag::Activations, "routed")?;
         let each = order.places.columns();
@@ -402,7 +408,10 @@ impl<'e, 'c> Experts<'e, 'c> {
     ) -> Result<(), StepError> {
         let places = &order.places;
         if let Some(ranks) = self.ctx.expert_ranks {
-            return self.combine_ranks(ranks, places, x, out, accumulate);
+            return match &order.blocks {
+                Some(blocks) => self.combine_blocks(ranks, blocks, x, out, accumulate),
+                None => self.combine_ranks(ranks, places, x, out, accumulate),
+            };
         }
         Ok(self.ctx.device.run(Routing::Combine { x, places, out, accumulate })?)
     }
@@ -451,7 +460,10 @@ impl<'e, 'c> Experts<'e, 'c> {
     ) -> Result<(), StepError> {
         let ctx = self.ctx;
         let part = self.part(order);
-        let drows = self.gather(&self.rows_of_all_ranks(dout)?, order)?;
+        let drows = match order.blocks {
+            Some(_) => self.gather(dout, order)?,
+            None => self.gather(&self.rows_of_all_ranks(dout)?, order)?,
+        };
         let dactivation = down_backward(ctx, part, activation, &drows, gradients)?;
         let of_biases = self.down_bias_backward((&all.weights, order), &drows, gradients)?;
         drop(drows);

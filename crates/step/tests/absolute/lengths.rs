@@ -157,6 +157,14 @@ fn experts_have_lengths_of_their_own() {
     let batch = [MicroBatch::new(&tokens, &targets)];
     let device = roomy(2);
     let mut trainer = trainer(&device, &spec, &settings);
+    trainer.reset_magnitudes().unwrap();
+    for p in &magnitudes {
+        for (found, length) in trainer.values(p).unwrap().into_iter().zip(&lengths[p.name.as_str()]) {
+            assert!((f64::from(found) / length - 1.0).abs() < 1e-5, "{}: {found} {length}", p.name);
+        }
+    }
+    // Other lengths than those that the rows have.
+    trainer.load(fill).unwrap();
     let loss = trainer.accumulate(&batch).unwrap().0;
     let expected = plain(&all);
     assert!((loss / expected - 1.0).abs() < 2e-6, "{loss}, not {expected}");

@@ -140,6 +140,57 @@ fn sum_of(scores: &[f32], chosen: impl Iterator<Item = usize>, router: Router) -
     if router.sigmoid { sum + LEAST_SUM } else { sum }
 }
 
+/// Rows sorted by expert, a block of slots for every `each` experts; false where a block has too few, or there are no such rows.
+pub(in crate::cpu) fn to_blocks(
+    sources: &[u32],
+    offsets: &[u32],
+    each: usize,
+    slots: &mut [u32],
+    taken: &mut [u32],
+) -> bool {
+    let size = slots.len() / ((offsets.len().saturating_sub(1)) / each.max(1)).max(1);
+    slots.fill(NOWHERE);
+    taken.fill(NOWHERE);
+    let borders = offsets.iter().step_by(each.max(1)).map(|row| *row as usize);
+    for (block, (first, end)) in borders.clone().zip(borders.skip(1)).enumerate() {
+        let begin = block * size;
+        let Some(rows) = sources.get(first..end).filter(|rows| rows.len() <= size) else { return false };
+        for (slot, place) in (begin..).zip(rows) {
+            let (Some(own), Some(taken)) = (slots.get_mut(slot), taken.get_mut(*place as usize)) else {
+                return false;
+            };
+            (*own, *taken) = (*place, slot as u32);
+        }
+    }
+    true
+}
+
+/// Rows sorted by expert, a block of slots for every `each` places that they come from; false as above.
+pub(in crate::cpu) fn from_blocks(
+    sources: &[u32],
+    offsets: &[u32],
+    each: usize,
+    blocks: usize,
+    rows: &mut [u32],
+    slots: &mut [u32],
+) -> bool {
+    let size = rows.len() / blocks.max(1);
+    rows.fill(NOWHERE);
+    slots.fill(NOWHERE);
+    let last = offsets.last().map_or(0, |last| *last as usize);
+    let Some(sorted) = sources.get(..last) else { return false };
+    let mut filled = vec![0; blocks];
+    for (row, (place, slot)) in sorted.iter().zip(slots).enumerate() {
+        let block = *place as usize / each.max(1);
+        let Some(filled) = filled.get_mut(block).filter(|filled| **filled < size) else { return false };
+        let own = block * size + *filled;
+        *filled += 1;
+        let Some(of_slot) = rows.get_mut(own) else { return false };
+        (*of_slot, *slot) = (row as u32, own as u32);
+    }
+    true
+}
+
 /// weights [N, k] of the choice.
 pub(in crate::cpu) fn weigh(
     exec: Exec<'_>,

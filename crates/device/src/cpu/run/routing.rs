@@ -4,8 +4,8 @@ use super::KernelCall;
 use crate::Routing;
 use crate::cpu::kernels::dropout::{Words, jitter};
 use crate::cpu::kernels::routing::{
-    add_mass, adjust_correction, balance_backward, balance_loss, choose, combine, count, gather, limit,
-    row_dots, scale_rows, sort, weigh, weigh_backward, z_backward, z_loss,
+    add_mass, adjust_correction, balance_backward, balance_loss, choose, combine, count, from_blocks, gather,
+    limit, row_dots, scale_rows, sort, to_blocks, weigh, weigh_backward, z_backward, z_loss,
 };
 use crate::op::{MAX_EXPERTS, NOWHERE};
 
@@ -33,6 +33,19 @@ pub(super) fn run(op: Routing<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) -
             let (rows, places, offsets) = (t.u32s_mut(sources), t.u32s_mut(places), t.u32s_mut(offsets));
             if !sort(t.u32s(choice), first, rows, places, offsets) {
                 return Err(format!("{sources:?} are fewer rows than experts have places"));
+            }
+        }
+        Routing::ToBlocks { sources, offsets, each, slots, taken } => {
+            let (rows, offsets) = (t.u32s(sources), t.u32s(offsets));
+            if !to_blocks(rows, offsets, each as usize, t.u32s_mut(slots), t.u32s_mut(taken)) {
+                return Err(format!("rows of {sources:?} do not fit into the blocks of {slots:?}"));
+            }
+        }
+        Routing::FromBlocks { sources, offsets, each, blocks, rows, slots } => {
+            let (sorted, offsets) = (t.u32s(sources), t.u32s(offsets));
+            let [each, blocks] = [each, blocks].map(|number| number as usize);
+            if !from_blocks(sorted, offsets, each, blocks, t.u32s_mut(rows), t.u32s_mut(slots)) {
+                return Err(format!("rows of {sources:?} do not fit into the blocks of {rows:?}"));
             }
         }
         Routing::Copy { x, out } => t.u32s_mut(out).copy_from_slice(t.u32s(x)),

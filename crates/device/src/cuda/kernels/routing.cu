@@ -235,6 +235,39 @@ KERNEL(place_experts, const float* flag, const u32* choice, u64 places, u32 firs
     }
 }
 
+// A row of experts' rows in blocks of `size` slots, a block for every `each` experts.
+KERNEL(rows_to_blocks, const float* flag, const u32* sources, const u32* offsets, u64 experts, u64 each, u64 size, u32* slots,
+       u32* taken, u64 rows, u64 places) {
+    if (skipped(flag)) return;
+    EACH(r, rows) {
+        u64 block = 0, blocks = experts / each;
+        while (block < blocks && offsets[(block + 1) * each] <= r) block++;
+        if (block == blocks || sources[r] >= places) continue;
+        u64 slot = r - offsets[block * each];
+        if (slot >= size) continue;
+        slots[block * size + slot] = sources[r];
+        taken[sources[r]] = (u32)(block * size + slot);
+    }
+}
+
+// A block of threads for each block of slots: the rows whose places are its own, in order.
+KERNEL(rows_from_blocks, const float* flag, const u32* sources, const u32* offsets, u64 experts, u64 each, u64 size, u32* rows,
+       u32* slots, u64 count) {
+    SHARED(u32, scratch);
+    if (skipped(flag)) return;
+    u64 block = blockIdx.x, next = 0, last = offsets[experts] < count ? offsets[experts] : count;
+    for (u64 from = 0; from < last; from += THREADS) {
+        u64 r = from + threadIdx.x;
+        u32 own = r < last && sources[r] / each == block, all;
+        u64 slot = next + block_before(own, scratch, &all);
+        if (own && slot < size) {
+            rows[block * size + slot] = (u32)r;
+            slots[r] = (u32)(block * size + slot);
+        }
+        next += all;
+    }
+}
+
 KERNEL(fill_words, const float* flag, u32* out, u64 n, u32 value) {
     if (skipped(flag)) return;
     EACH(i, n) out[i] = value;

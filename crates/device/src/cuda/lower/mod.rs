@@ -23,7 +23,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 102] = [
+pub(super) const KERNELS: [&str; 104] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -111,6 +111,8 @@ pub(super) const KERNELS: [&str; 102] = [
     "row_dots",
     "row_lengths",
     "row_squares",
+    "rows_from_blocks",
+    "rows_to_blocks",
     "scale",
     "scale_columns",
     "scale_rows",

@@ -61,6 +61,29 @@ pub(super) fn routing(op: Routing<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
         Routing::Sort { choice, first, sources, places, offsets } => {
             sort(emit, choice, first, [sources, places, offsets])
         }
+        Routing::ToBlocks { sources, offsets, each, slots, taken } => {
+            let experts = offsets.elements() - 1;
+            emit.check("first row of an expert", offsets, sources.elements() + 1, sources, false)?;
+            for words in [slots, taken] {
+                fill(emit, emit.address(words), words.elements())?;
+            }
+            let kernel = emit.kernel("rows_to_blocks", vector_blocks(sources.elements()));
+            let kernel = kernel.with(emit.address(sources)).with(emit.address(offsets)).with(experts);
+            let kernel =
+                kernel.with(each).with(slots.elements() / (experts / each)).with(emit.address(slots));
+            emit.launch(kernel.with(emit.address(taken)).with(sources.elements()).with(taken.elements()))
+        }
+        Routing::FromBlocks { sources, offsets, each, blocks, rows, slots } => {
+            let experts = offsets.elements() - 1;
+            emit.check("first row of an expert", offsets, sources.elements() + 1, sources, false)?;
+            for words in [rows, slots] {
+                fill(emit, emit.address(words), words.elements())?;
+            }
+            let kernel = emit.kernel("rows_from_blocks", [emit.blocks(blocks)?, 1]).scratch::<u32>();
+            let kernel = kernel.with(emit.address(sources)).with(emit.address(offsets)).with(experts);
+            let kernel = kernel.with(each).with(rows.elements() / blocks).with(emit.address(rows));
+            emit.launch(kernel.with(emit.address(slots)).with(sources.elements()))
+        }
         Routing::Copy { x, out } => {
             let n = out.elements();
             let copy = emit.kernel("cast", vector_blocks(n)).with(emit.view(x)).with(emit.view(out));
