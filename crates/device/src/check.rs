@@ -197,9 +197,14 @@ impl Description<'_> {
     /// `count` f32 sums over `rows` rows for each element of `row`.
     pub fn row_sums(self, rows: u64, row: &Tensor, count: u64) -> Self {
         let (columns, most) = (row.elements(), MAX_PARTIAL_COLUMNS as u64 / count);
-        let pieces = RowPieces::new(rows as usize, (count * columns) as usize).count as u64;
-        self.shared(product_of(&[pieces, count, columns, size_of::<f32>() as u64]))
+        self.sums_of_pieces(rows, count.saturating_mul(columns))
             .that(columns <= most, || format!("{row:?} has more than {most} columns"))
+    }
+
+    /// So many f32 sums for each piece of `rows` rows. A group of rows has no more rows, and no more pieces of them.
+    pub fn sums_of_pieces(self, rows: u64, sums: u64) -> Self {
+        let pieces = RowPieces::new(rows as usize, sums as usize).count as u64;
+        self.shared(product_of(&[pieces, sums, size_of::<f32>() as u64]))
     }
 
     /// An f64 sum for each task of whole rows of `columns` elements of `t`.

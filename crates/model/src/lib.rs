@@ -8,6 +8,7 @@ pub mod adapter;
 pub mod catalogue;
 pub mod chat_template;
 pub mod convert;
+mod counting;
 pub mod gguf;
 pub mod hf_config;
 pub mod init;

@@ -71,6 +71,7 @@ impl Role {
             Role::Lora(LoraPart::B, _) => "lora_B",
             Role::Lora(LoraPart::Magnitude, _) => "lora_magnitude_vector",
             Role::Lora(LoraPart::Squares, _) => "dora.squares",
+            Role::Lora(LoraPart::Offsets, _) => "dora.offsets",
         }
     }
 

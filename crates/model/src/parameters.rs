@@ -98,6 +98,8 @@ pub enum LoraPart {
     Magnitude,
     /// The squared lengths of the frozen weight's own rows, `[out]`: no parameter, but what DoRA computes with.
     Squares,
+    /// The first row of each expert's A among those of all, and the number of all, u32 `[E + 1]`: no parameter either.
+    Offsets,
 }
 
 /// A weight that can have an adapter.
@@ -170,6 +172,13 @@ pub enum ParameterKind {
     Bias,
 }
 
+impl ParameterKind {
+    /// Whether it is a vector; of a stack of experts, one for each.
+    pub fn is_vector(self) -> bool {
+        matches!(self, ParameterKind::Norm | ParameterKind::Bias)
+    }
+}
+
 /// How a parameter starts in training from scratch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Initialisation {
@@ -222,7 +231,7 @@ impl Role {
             | Role::SharedRouter
             | Role::LmHead
             | Role::Lora(LoraPart::A | LoraPart::B, _) => ParameterKind::Matrix,
-            Role::Lora(LoraPart::Magnitude | LoraPart::Squares, _)
+            Role::Lora(LoraPart::Magnitude | LoraPart::Squares | LoraPart::Offsets, _)
             | Role::AttentionNorm
             | Role::QNorm
             | Role::KNorm
@@ -386,10 +395,7 @@ impl Parameter {
 
     /// Whether it has a part for each expert of a layer.
     pub fn is_of_experts(&self) -> bool {
-        let of_one = match self.role.kind() {
-            ParameterKind::Bias | ParameterKind::Norm => 1,
-            ParameterKind::Embedding | ParameterKind::Matrix => 2,
-        };
+        let of_one = if self.role.kind().is_vector() { 1 } else { 2 };
         self.role.is_expert_part() && self.shape.len() > of_one
     }
 

@@ -114,7 +114,8 @@ fn in_files(
 }
 
 /// What the matrix of a block's linear is stored as where it is to be quantised: the type, or the next wider one whose
-/// blocks its rows are whole numbers of. `None`: it is no such matrix, or too narrow.
+/// blocks its rows are whole numbers of. Of a stack, whose matrices are read one by one, each is whole runs of it. `None`: it is no such
+/// matrix, or too small.
 pub fn quantized_as(p: &Parameter, dtype: DType) -> Option<DType> {
     if !p.role.is_block_matrix() {
         return None;
@@ -123,7 +124,15 @@ pub fn quantized_as(p: &Parameter, dtype: DType) -> Option<DType> {
     let wider = match dtype {
         DType::Q4K => Some(DType::Q5_0),
         DType::Q6K => Some(DType::Q8_0),
+        // Factors of their own for each block, and not factors of these for many.
+        DType::Nf4 => Some(DType::Nf4F32),
+        DType::Fp4 => Some(DType::Fp4F32),
         _ => None,
     };
-    [Some(dtype), wider].into_iter().flatten().find(|dtype| columns.is_multiple_of(dtype.row_multiple()))
+    let matrix = p.elements() / p.experts();
+    let is_whole = |dtype: &DType| {
+        let apart = !p.is_of_experts() || matrix.is_multiple_of(dtype.run_elements());
+        columns.is_multiple_of(dtype.row_multiple()) && apart
+    };
+    [Some(dtype), wider].into_iter().flatten().find(is_whole)
 }

@@ -207,3 +207,22 @@ fn rows_that_are_no_whole_blocks_get_the_next_wider_type() {
     let others: Vec<Option<DType>> = others.map(|p| quantized_as(&p, DType::Q8_0)).collect();
     assert!(others.len() > 2 && others.iter().all(Option::is_none));
 }
+
+/// Matrices of experts are read one by one, and 4-bit types with double quantisation only in whole runs of 16,384 elements.
+#[test]
+fn experts_of_no_whole_runs_have_factors_of_their_own() {
+    let of = |inner: u64, dtype: DType| {
+        let mut spec = ModelSpec { hidden_size: 64, ..catalogue::find("olmoe-1b-7b").unwrap() };
+        spec.experts.as_mut().unwrap().intermediate_size = inner;
+        let parameters = spec.parameters();
+        quantized_as(parameters.iter().find(|p| p.is_of_experts()).unwrap(), dtype)
+    };
+    for (inner, asked, got) in [
+        (256, DType::Nf4, Some(DType::Nf4)),
+        (64, DType::Nf4, Some(DType::Nf4F32)),
+        (64, DType::Fp4, Some(DType::Fp4F32)),
+        (64, DType::Q4_0, Some(DType::Q4_0)),
+    ] {
+        assert_eq!(of(inner, asked), got, "{inner} {asked}");
+    }
+}

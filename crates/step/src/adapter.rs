@@ -44,6 +44,8 @@ pub(crate) struct Dora<'a> {
     pub magnitude: &'a Tensor,
     /// |W|^2 row by row, `[O]`, of experts `[E O]`; without it the adapter no longer changes and m is m / c.
     pub squares: Option<&'a Tensor>,
+    /// The rows of each expert's A, where they are kept.
+    pub offsets: Option<&'a Tensor>,
 }
 
 impl LowRank<'_> {
@@ -69,12 +71,17 @@ impl LowRank<'_> {
         let alloc = |sizes: &[u64], name| device.alloc(DType::F32, sizes, Tag::Workspace, name);
         let cross = alloc(&[self.a.rows(), outputs / stack.max(1)], "dora.cross")?;
         let gram = alloc(&[self.a.rows(), rank], "dora.gram")?;
-        let of_each = if self.is_of_experts() { Some(ranks_of_each(device, stack, rank)?) } else { None };
+        let kept = self.dora.and_then(|dora| dora.offsets);
+        let made = match kept {
+            None if self.is_of_experts() => Some(ranks_of_experts(device, stack, rank, Tag::Workspace)?),
+            _ => None,
+        };
+        let of_each = kept.or(made.as_ref());
         for (all, out) in [(weight, &cross), (self.a, &gram)] {
-            let matrices = Matrices { all, offsets: of_each.as_ref() };
+            let matrices = Matrices { all, offsets: of_each };
             matrices.forward(device, self.a, None, out, false, Compute::F32)?;
         }
-        drop(of_each);
+        drop(made);
         let lengths = alloc(&[outputs], "dora.lengths")?;
         let (cross, gram, b, scale) = (&cross, &gram, self.b, self.scale);
         device.run(Magnitude::RowLengths { squares, cross, gram, b, scale, lengths: &lengths })?;
@@ -213,8 +220,13 @@ impl LowRank<'_> {
 }
 
 /// Offsets of the rows of all experts' A: `rank` rows for each, u32 `[E + 1]`.
-fn ranks_of_each(device: &dyn Device, experts: u64, rank: u64) -> Result<Tensor, StepError> {
-    let offsets = device.alloc(DType::U32, &[experts + 1], Tag::Workspace, "dora.offsets")?;
+pub(crate) fn ranks_of_experts(
+    device: &dyn Device,
+    experts: u64,
+    rank: u64,
+    tag: Tag,
+) -> Result<Tensor, StepError> {
+    let offsets = device.alloc(DType::U32, &[experts + 1], tag, "dora.offsets")?;
     let first = |expert: u64| u32::try_from(expert * rank).unwrap_or(u32::MAX);
     device.write(&offsets, &mut |bytes| {
         for (bytes, expert) in bytes.chunks_exact_mut(size_of::<u32>()).zip(0..) {

@@ -14,7 +14,7 @@ use plimsoll_device::{
 };
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Phase, Tag, Tier, splitmix64};
-use plimsoll_model::{BlockId, Parameter, ParameterKind, Role};
+use plimsoll_model::{BlockId, Parameter, Role};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::StepError;
@@ -422,7 +422,7 @@ impl<'a> Gradients<'a> {
 
     fn dtype_of_shape(&self, role: Role, shape: &[u64]) -> DType {
         // Vectors are too small to save anything on, and many sums end in each of their elements.
-        if shape.len() < 2 || role.kind() == ParameterKind::Bias { DType::F32 } else { self.dtype }
+        if shape.len() < 2 || role.kind().is_vector() { DType::F32 } else { self.dtype }
     }
 
     fn new_gradient(&self, block: BlockId, role: Role) -> Result<Tensor, StepError> {

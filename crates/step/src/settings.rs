@@ -464,8 +464,8 @@ impl StepSettings {
         let types = |p: &Parameter| self.method.weight_type(p, self.precision.weights);
         let trains = |p: &Parameter| adapters.layout.trains_base(p.block, p.role);
         let alone = self.sharding.stage < ZeroStage::Weights && self.ranks.mesh.parts() <= 1;
-        let alone = alone && !adapters.layout.has_lengths_of_experts();
-        self.offload.parameters != Tier::Device && alone && experts_can_come(spec, &types, &trains)
+        let layout = Some(&adapters.layout);
+        self.offload.parameters != Tier::Device && alone && experts_can_come(spec, layout, &types, &trains)
     }
 
     /// Slots for experts that come by themselves; 0 where they do not.

@@ -17,7 +17,7 @@ use plimsoll_model::{
 };
 
 use crate::StepError;
-use crate::adapter::{Dora, LowRank};
+use crate::adapter::{Dora, LowRank, ranks_of_experts};
 use crate::head::{reshaped, rows};
 use crate::linear::{Linear, Weight};
 use crate::norm::Norm;
@@ -64,7 +64,8 @@ impl BlockWeights {
         let dora = if dora {
             let role = Role::Lora(LoraPart::Magnitude, of);
             let squares = self.find(Role::Lora(LoraPart::Squares, of));
-            Some(Dora { role, magnitude: self.get(role)?, squares })
+            let offsets = self.find(Role::Lora(LoraPart::Offsets, of));
+            Some(Dora { role, magnitude: self.get(role)?, squares, offsets })
         } else {
             None
         };
@@ -360,6 +361,10 @@ impl ResidentStore {
                         let rows = weights.get(Role::Lora(LoraPart::Magnitude, *of))?.elements();
                         let squares = device.alloc(DType::F32, &[rows], Tag::Adapters, "dora.squares")?;
                         weights.tensors.push((Role::Lora(LoraPart::Squares, *of), squares));
+                        if let [experts, rank, _] = *weights.get(a)?.shape().dims() {
+                            let offsets = ranks_of_experts(device, experts, rank, Tag::Adapters)?;
+                            weights.tensors.push((Role::Lora(LoraPart::Offsets, *of), offsets));
+                        }
                     }
                 }
             }

@@ -960,7 +960,9 @@ fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
     let lengths = StepSettings { method: without_dropout(&lengths), ..lengths };
     let routers = RouterTraining { capacity: Some(0.5), ..RouterTraining::default() };
     let rows = StepSettings { routers, checkpointing: Checkpointing::Full, ..base.clone() };
-    let more = [(lengths, 2e-5), (rows, 2e-5)];
+    // Chunks whose last has fewer tokens than there may be rows.
+    let chunks = StepSettings { mlp_chunk_tokens: Some(11), ..rows.clone() };
+    let more = [(lengths, 2e-5), (rows, 2e-5), (chunks, 2e-5)];
     whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &base, sharing_experts, &more);
 }
 

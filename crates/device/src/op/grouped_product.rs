@@ -1,6 +1,6 @@
 //! Products with stacks of matrices: rows that belong together are multiplied with a matrix of their own. Experts are.
 
-use super::{Compute, Family, MAX_PARTIAL_COLUMNS, Rounding, RowPieces};
+use super::{Compute, Family, MAX_PARTIAL_COLUMNS, Rounding};
 use crate::check::Description;
 use crate::cost::{Arithmetic, Multiplied};
 use crate::{Cost, Tensor};
@@ -68,17 +68,15 @@ impl<'a> Family<'a> for GroupedProduct<'a> {
                     .floats([dout, x, dweight])
                     .grouped(offsets, x, dweight, dout)
             }
-            // A group has no more rows than there are, and no more pieces of them.
             GroupedProduct::BiasBackward { dout, offsets, dbias, .. } => {
                 let columns = dout.columns().min(MAX_PARTIAL_COLUMNS as u64);
-                let pieces = RowPieces::new(dout.rows() as usize, columns as usize).count as u64;
                 Description::new("grouped_bias_backward", [dout, offsets], [dbias])
                     .floats([dout, dbias])
                     .groups(offsets, dbias)
                     .that(dbias.elements() == dbias.rows() * dout.columns(), || {
                         format!("{dout:?} does not add up to {dbias:?}")
                     })
-                    .shared(pieces * columns * size_of::<f32>() as u64)
+                    .sums_of_pieces(dout.rows(), columns)
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Lengths of a weight's rows, and factors and sums of columns: what DoRA (Liu et al. 2024) takes beside products.
 
-use super::{Family, MAX_PARTIAL_COLUMNS, RowPieces};
+use super::{Family, MAX_PARTIAL_COLUMNS};
 use crate::Tensor;
 use crate::check::Description;
 
@@ -73,18 +73,15 @@ impl<'a> Family<'a> for Magnitude<'a> {
                     .f32_vectors(divisors, all)
                     .vectors(bias, all)
             }
-            // A group has no more rows than there are, and no more pieces of them.
             Magnitude::ColumnDots { a, b, divisors, offsets, out, .. } => {
                 let (columns, most) = (a.columns(), MAX_PARTIAL_COLUMNS as u64);
-                let pieces = RowPieces::new(a.rows() as usize, columns as usize).count as u64;
-                let sums = pieces.saturating_mul(columns).saturating_mul(size_of::<f32>() as u64);
                 Description::new("column_dots", [a, b, divisors], [out])
                     .grouped_by(offsets)
                     .floats([a, b, out])
                     .same_size(a, [b])
                     .f32_vectors([divisors], groups(offsets) * columns)
                     .vectors([out], groups(offsets) * columns)
-                    .shared(sums)
+                    .sums_of_pieces(a.rows(), columns)
                     .that(columns <= most, || format!("{divisors:?} has more than {most} columns"))
             }
         }
@@ -103,6 +100,8 @@ fn groups(offsets: Option<&Tensor>) -> u64 {
 
 impl<'a> Description<'a> {
     fn grouped_by(self, offsets: Option<&'a Tensor>) -> Self {
-        self.reading(offsets).each(offsets, |op, offsets| op.u32(offsets))
+        self.reading(offsets).each(offsets, |op, offsets| {
+            op.u32(offsets).that(offsets.elements() > 1, || format!("{offsets:?} are of no matrix"))
+        })
     }
 }

@@ -82,7 +82,7 @@ pub enum Routing<'a> {
     /// Rows that ranks exchange, in blocks of as many slots for each: of rows sorted by expert, those of as many experts as `each` come to a
     /// block of their own, from its first slot on. `slots[q]` is the place of the row in slot q, and `taken[n, j]` the slot of a place;
     /// what has none is [`NOWHERE`]. sources u32 `[R]` and offsets u32 `[E + 1]` of a sort, slots u32 `[P M]` with `P = E / each`, taken
-    /// u32 `[N, k]`. Refuses rows of a block that are more than its slots.
+    /// u32 `[N, k]`. A block has slots for all of its rows.
     ToBlocks { sources: &'a Tensor, offsets: &'a Tensor, each: u64, slots: &'a Tensor, taken: &'a Tensor },
     /// The same rows at the ranks of their experts: of rows sorted by expert, over the places of all ranks, those of the places of a rank,
     /// of which each has `each`, come to a block of their own, in order. `rows[q]` is the row in slot q, and `slots[r]` the slot of row r;
@@ -209,6 +209,7 @@ impl<'a> Family<'a> for Routing<'a> {
                 Description::new("rows_from_blocks", [sources, offsets], [rows, slots])
                     .u32(sources)
                     .u32(offsets)
+                    .that(offsets.elements() > 1, || format!("{offsets:?} are of no expert"))
                     .u32(rows)
                     .u32_vector(slots, sources.elements())
                     .that(whole, || format!("{rows:?} are no blocks for {blocks} ranks"))

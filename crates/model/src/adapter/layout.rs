@@ -18,7 +18,7 @@ use super::{
 use crate::convert::{ConversionError, encode};
 use crate::init;
 use crate::layout::{StoredPart, StoredTensor};
-use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, ParameterKind, Role};
+use crate::parameters::{Adapted, BlockId, LoraPart, Parameter, Role};
 use crate::safetensors::{NewTensor, StoredDType, write_tensors};
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
@@ -169,8 +169,19 @@ impl AdapterLayout {
             let reason = "its experts have adapters of several ranks, which can be merged only: write a model with it by `plimsoll merge`, and use that";
             return Err(AdapterError::Layout(format!("{}: {reason}", module.name)));
         }
-        let config = adapters.first().map(|(adapter, _)| adapter.config().clone()).unwrap_or_default();
+        // Adapters with lengths are alone.
+        let lengths_of = |module: &AdaptedModule| {
+            let all = adapters.iter().flat_map(|(adapter, _)| adapter.low_rank());
+            let own = all.filter(|(weight, low)| module.is_for(weight) && low.magnitudes.is_some());
+            own.count() as u64
+        };
         let dora = adapters.iter().any(|(a, _)| a.low_rank().values().any(|low| low.magnitudes.is_some()));
+        let lacks = |module: &&AdaptedModule| dora && lengths_of(module) < module.stack.unwrap_or(1);
+        if let Some(AdaptedModule { name, .. }) = modules.iter().find(lacks) {
+            let reason = "DoRA's lengths of rows are there for some matrices and not for all, which can be merged only: write a model with it by `plimsoll merge`, and use that";
+            return Err(AdapterError::Layout(format!("{name}: {reason}")));
+        }
+        let config = adapters.first().map(|(adapter, _)| adapter.config().clone()).unwrap_or_default();
         let parameters = parameters_of(spec, &modules, dora);
         Ok(AdapterLayout { config, modules, parameters, trained_base: Vec::new() })
     }
@@ -403,7 +414,7 @@ impl AdapterLayout {
         let suffix = match part {
             LoraPart::A => ".lora_A.weight",
             LoraPart::B => ".lora_B.weight",
-            LoraPart::Magnitude | LoraPart::Squares => ".lora_magnitude_vector",
+            LoraPart::Magnitude | LoraPart::Squares | LoraPart::Offsets => ".lora_magnitude_vector",
         };
         let singles = linears(spec, module.block);
         let of_stack = singles.iter().filter(|tensor| tensor.is_of(|role| role == adapted.role()));
@@ -454,7 +465,7 @@ impl FileTensor {
     fn new(name: String, parts: Vec<StoredPart>, transposed: bool) -> FileTensor {
         let first = parts.first().map(|part| &part.parameter);
         // Lengths of the rows of a stack have a row for each expert.
-        let is_vector = first.is_some_and(|p| p.role.kind() == ParameterKind::Norm);
+        let is_vector = first.is_some_and(|p| p.role.kind().is_vector());
         let columns = first.filter(|p| p.shape.len() > 1).map(Parameter::columns);
         let rows: u64 = parts.iter().map(StoredPart::count).sum();
         let mut shape: Vec<u64> = match columns {

@@ -64,7 +64,7 @@ fn adapter_values(
             let magnitudes = lows.first().and_then(|(low, _)| low.magnitudes.as_ref());
             magnitudes.and_then(|m| m.get(rows)).map(<[f32]>::to_vec).unwrap_or_default()
         }
-        LoraPart::Squares => Vec::new(),
+        LoraPart::Squares | LoraPart::Offsets => Vec::new(),
     }
 }
 

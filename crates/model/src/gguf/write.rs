@@ -6,6 +6,7 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 
+use crate::counting::Counting;
 use crate::safetensors::{new_file_builder, sync_folder};
 use crate::save_error::SaveError;
 
@@ -108,23 +109,6 @@ pub fn write_gguf(
     aside.persist(path).map_err(|error| SaveError::io("rename a file to", path, error.error))?;
     sync_folder(folder);
     Ok(written)
-}
-
-struct Counting<W> {
-    inner: W,
-    written: u64,
-}
-
-impl<W: Write> Write for Counting<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let count = self.inner.write(bytes)?;
-        self.written += count as u64;
-        Ok(count)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
 }
 
 fn header(

@@ -11,6 +11,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::StoredDType;
+use crate::counting::Counting;
 use crate::save_error::SaveError;
 
 /// Callers may write in small pieces; the system gets larger ones.
@@ -201,12 +202,12 @@ impl<'a> Header<'a> {
 
     /// Writes the length prefix and the JSON, padded so that data starts at a multiple of 8; returns how many bytes.
     fn write(&self, out: &mut dyn Write) -> io::Result<u64> {
-        let mut count = Count(0);
-        self.write_json(&mut count)?;
-        let padded = count.0.next_multiple_of(8);
+        let mut counting = Counting { inner: io::sink(), written: 0 };
+        self.write_json(&mut counting)?;
+        let padded = counting.written.next_multiple_of(8);
         out.write_all(&padded.to_le_bytes())?;
         self.write_json(out)?;
-        (count.0..padded).try_for_each(|_| out.write_all(b" "))?;
+        (counting.written..padded).try_for_each(|_| out.write_all(b" "))?;
         Ok(size_of::<u64>() as u64 + padded)
     }
 
@@ -234,20 +235,6 @@ impl<'a> Header<'a> {
             write!(out, "{separator}")?;
         }
         write!(out, "}}")
-    }
-}
-
-/// Counts what is written.
-struct Count(u64);
-
-impl Write for Count {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0 += bytes.len() as u64;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }
 

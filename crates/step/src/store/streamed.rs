@@ -62,16 +62,18 @@ pub(crate) struct Training<'s, 'a> {
 type Masters<'s> = dyn Fn(&Parameter) -> Vec<(Range<u64>, Contents)> + 's;
 
 /// Whether the experts of a model can come by themselves: its weights are frozen but for what adapters train, and each matrix of these
-/// types can be read alone.
+/// types can be read alone. Lengths of rows are of whole stacks.
 pub(crate) fn experts_can_come(
     spec: &ModelSpec,
+    adapters: Option<&AdapterLayout>,
     types: &dyn Fn(&Parameter) -> DType,
     trains: &dyn Fn(&Parameter) -> bool,
 ) -> bool {
     let of_experts = |p: &Parameter| p.is_of_experts() && is_matrix(p);
     let alone =
         |p: &Parameter| (p.elements() / p.experts()).is_multiple_of(types(p).run_elements()) && !trains(p);
-    spec.experts.is_some() && spec.parameters().iter().filter(|p| of_experts(p)).all(alone)
+    let has_lengths = adapters.is_some_and(AdapterLayout::has_lengths_of_experts);
+    spec.experts.is_some() && !has_lengths && spec.parameters().iter().filter(|p| of_experts(p)).all(alone)
 }
 
 /// Whether they do.
@@ -80,8 +82,7 @@ fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>, is_shared: bool
     let trains = |p: &Parameter| {
         storage.trained && storage.adapters.is_none_or(|layout| layout.trains_base(p.block, p.role))
     };
-    let has_lengths = storage.adapters.is_some_and(AdapterLayout::has_lengths_of_experts);
-    asked && !is_shared && !has_lengths && experts_can_come(spec, storage.types, &trains)
+    asked && !is_shared && experts_can_come(spec, storage.adapters, storage.types, &trains)
 }
 
 impl<'a> WeightStore<'a> {

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use plimsoll_device::PIECE_ROWS as ROWS;
-use plimsoll_model::{BlockId, ModelSpec, Parameter, ParameterKind, Role};
+use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 
 use crate::OptimizerKind;
 
@@ -95,6 +95,5 @@ pub(crate) fn is_matrix(parameter: &Parameter) -> bool {
         Role::Lora(..) => !parameter.is_of_experts(),
         role => role.is_small_matrix(),
     };
-    let is_vector = matches!(parameter.role.kind(), ParameterKind::Bias | ParameterKind::Norm);
-    parameter.shape.len() >= 2 && !is_vector && !small
+    parameter.shape.len() >= 2 && !parameter.role.kind().is_vector() && !small
 }

@@ -66,13 +66,14 @@ impl Experts<'_, '_> {
         })
     }
 
-    /// Rows that a rank's experts may take of so many tokens of another, where they are fewer than these.
+    /// Rows that a rank's experts may take of so many tokens of another, where they are clearly fewer than these.
     fn slots_for_rank(&self, tokens: u64, routed: &Routed) -> Option<u64> {
         let (_, (_, capacity)) = (self.ctx.expert_ranks?, routed.taken.as_ref()?);
         let experts = self.ctx.spec.own_experts(self.spec);
         let experts = experts.end - experts.start;
         let rows = (tokens * self.spec.per_token.min(experts)).min(experts.saturating_mul(capacity.each));
-        (rows < tokens).then_some(rows)
+        // What is recomputed goes to the experts once more, where tokens that came together are kept.
+        (rows.saturating_mul(6) < tokens.saturating_mul(5)).then_some(rows)
     }
 
     /// The way of rows that are sorted by the experts of this rank, over the tokens of all.
