@@ -118,12 +118,13 @@ impl<'a> Products<'a> {
     pub fn exchange(&self, device: &dyn Device, x: &Tensor) -> Result<Tensor, StepError> {
         let out = device.alloc(x.dtype(), x.shape().dims(), Tag::Communication, "rows.received")?;
         let (sent, received) = (self.shares(x), self.shares(&out));
-        let own = (self.rank(), StepError::Invariant { what: "a rank has no rows to exchange" });
-        let (Some(x), Some(out_of_own)) = (sent.of(own.0), received.of(own.0)) else { return Err(own.1) };
-        device.run(Elementwise::Cast { x: &x, out: &out_of_own, rounding: Rounding::Nearest })?;
+        let (Some(own), Some(kept)) = (sent.of(self.rank()), received.of(self.rank())) else {
+            return Err(StepError::Invariant { what: "a rank has no rows to exchange" });
+        };
+        device.run(Elementwise::Cast { x: &own, out: &kept, rounding: Rounding::Nearest })?;
         let others = u64::from(self.ranks.size().saturating_sub(1));
         let within = Collective::AllToAll;
-        let all = Communicated::of_many(within, others * x.bytes(), others);
+        let all = Communicated::of_many(within, others * own.bytes(), others);
         self.ranks.all_to_all(device, within, all, &|to| sent.of(to), &|from| received.of(from))?;
         Ok(out)
     }

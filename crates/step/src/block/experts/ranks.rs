@@ -113,13 +113,7 @@ impl Experts<'_, '_> {
         rows: u64,
     ) -> Result<Tensor, StepError> {
         let device = self.ctx.device;
-        let received = {
-            let sizes = [blocks.sent.elements(), x.columns()];
-            let sent = device.alloc(x.dtype(), &sizes, Tag::Communication, "rows.sent")?;
-            let each = blocks.taken.columns();
-            device.run(Routing::Gather { x, sources: &blocks.sent, each, out: &sent })?;
-            ranks.exchange(device, &sent)?
-        };
+        let received = self.exchange(ranks, x, &blocks.sent, blocks.taken.columns())?;
         let out = device.alloc(x.dtype(), &[rows, x.columns()], Tag::Activations, "routed")?;
         device.run(Routing::Gather { x: &received, sources: &blocks.slots, each: 1, out: &out })?;
         Ok(out)
@@ -134,14 +128,23 @@ impl Experts<'_, '_> {
         out: &Tensor,
         accumulate: bool,
     ) -> Result<(), StepError> {
-        let device = self.ctx.device;
-        let returned = {
-            let sizes = [blocks.rows.elements(), x.columns()];
-            let sent = device.alloc(x.dtype(), &sizes, Tag::Communication, "rows.sent")?;
-            device.run(Routing::Gather { x, sources: &blocks.rows, each: 1, out: &sent })?;
-            ranks.exchange(device, &sent)?
-        };
-        Ok(device.run(Routing::Combine { x: &returned, places: &blocks.taken, out, accumulate })?)
+        let returned = self.exchange(ranks, x, &blocks.rows, 1)?;
+        let places = &blocks.taken;
+        Ok(self.ctx.device.run(Routing::Combine { x: &returned, places, out, accumulate })?)
+    }
+
+    /// Sends a row of x for each slot, `sources[q] / each` for slot q, and returns what the others have sent in theirs.
+    fn exchange(
+        &self,
+        ranks: &Products<'_>,
+        x: &Tensor,
+        sources: &Tensor,
+        each: u64,
+    ) -> Result<Tensor, StepError> {
+        let (device, sizes) = (self.ctx.device, [sources.elements(), x.columns()]);
+        let sent = device.alloc(x.dtype(), &sizes, Tag::Communication, "rows.sent")?;
+        device.run(Routing::Gather { x, sources, each, out: &sent })?;
+        ranks.exchange(device, &sent)
     }
 
     /// What all of them have of x.
