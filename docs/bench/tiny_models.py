@@ -86,6 +86,18 @@ EXPERTS = {
     "glm4-moe-biased": ("Glm4Moe", dict(use_qk_norm=True, attention_bias=True, norm_topk_prob=False, **GLM4_MOE)),
 }
 MXFP4 = {"gpt-oss": ("GptOss", {**GPT_OSS, "hidden_size": 32, "intermediate_size": 64, "output_router_logits": False})}
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, first_k_dense_replace=1,
+              n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2)
+LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.9, mscale_all_dim=0.7)
+EXPERTS |= {
+    "deepseek-v2": ("DeepseekV2", dict(q_lora_rank=None, topk_method="greedy", norm_topk_prob=False, **LATENT)),
+    "deepseek-v2-groups": ("DeepseekV2", dict(q_lora_rank=14, topk_method="group_limited_greedy", n_group=4, topk_group=2,
+                                              routed_scaling_factor=1.5, rope_parameters=LATENT_YARN, **LATENT)),
+    "deepseek-v3": ("DeepseekV3", dict(q_lora_rank=14, n_group=4, topk_group=2, routed_scaling_factor=1.5, num_mtp_layers=0, **LATENT)),
+    # Values as wide as keys; a longer context.
+    "deepseek-v3-yarn": ("DeepseekV3", dict(q_lora_rank=None, n_group=1, topk_group=1, num_mtp_layers=0, rope_parameters=LATENT_YARN,
+                                            **{**LATENT, "v_head_dim": 10})),
+}
 # Far more than what another order of sums changes.
 ROUNDING = 1e-4
 

@@ -10,8 +10,8 @@ use std::time::Instant;
 use plimsoll_device::cpu::Isa;
 use plimsoll_device::{
     Activation, Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Elementwise,
-    Embedding, Glu, Lion, Loss, Norm, Op, PIECE_ROWS, Position, Product, Reduction, Rounding, Rule, Tensor,
-    Update,
+    Embedding, Glu, Lion, Loss, Norm, Op, PIECE_ROWS, Position, Product, Reduction, RotatedHeads, Rounding,
+    Rule, Tensor, Update,
 };
 use plimsoll_memory::Tag;
 
@@ -210,7 +210,7 @@ impl Bench {
                 positions: &positions,
                 cos: &cos,
                 sin: &sin,
-                head_dim: 64,
+                heads: RotatedHeads::from_first(64),
                 inverse: false,
             },
         )?;

@@ -13,6 +13,7 @@ mod attention;
 mod elementwise;
 mod embedding;
 mod grouped_product;
+mod heads;
 mod loss;
 mod magnitude;
 mod norm;
@@ -35,16 +36,19 @@ pub(crate) use attention::{KeyPieces, MAX_HEAD_DIM, MAX_POSITIONS, TILE_POSITION
 pub use elementwise::{Elementwise, Rounding};
 pub use embedding::Embedding;
 pub use grouped_product::GroupedProduct;
+pub use heads::{HeadColumns, Heads};
 pub use loss::{IGNORED_TARGET, Loss};
 pub use magnitude::Magnitude;
 pub use norm::Norm;
 pub use pieced_attention::{KeyPiece, PiecedAttention, Running};
-pub use position::Position;
+pub use position::{Position, RotatedHeads};
 pub use product::{Compute, Product};
 pub use quantization::Quantization;
 pub use reduction::Reduction;
 pub(crate) use reduction::{RUN_ELEMENTS, SUM_ELEMENTS};
-pub use routing::{Capacity, LoadRatio, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, NOWHERE, Router, Routing};
+pub use routing::{
+    Capacity, LoadRatio, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, NOWHERE, Router, RouterGroups, Routing,
+};
 pub use sink::Sink;
 pub use subspace::Subspace;
 pub use update::{
@@ -113,6 +117,8 @@ families! {
     Embedding,
     /// Products with stacks of matrices, a matrix for each group of rows.
     GroupedProduct,
+    /// Columns of heads, from one layout to another.
+    Heads,
     /// Cross-entropy.
     Loss,
     /// Lengths of rows and factors of columns, for DoRA.

@@ -3,7 +3,7 @@
 use plimsoll_device::{
     Activation, Adafactor, Adam, Attention, AttentionShape, Channels, Codes, Compute, Cpu, CpuOptions, DType,
     Device, DeviceError, DeviceExt, Dry, Elementwise, Embedding, Glu, Lion, Loss, Norm, Op, Position,
-    Product, Rounding, Rule, SecondMoment, Shape, Subspace, Tensor, Update,
+    Product, RotatedHeads, Rounding, Rule, SecondMoment, Shape, Subspace, Tensor, Update,
 };
 use plimsoll_memory::Tag;
 
@@ -120,7 +120,7 @@ fn shapes() {
                 positions: &t[1],
                 cos: &t[2],
                 sin: &t[3],
-                head_dim: 8,
+                heads: RotatedHeads::from_first(8),
                 inverse: false,
             })
         })

@@ -383,16 +383,54 @@ const GROUPS: &[Group] = &[
             entry("deepseek-ai/deepseek-moe-16b",          [102400,  2048, 10944,  28], [ 16, 16],   4096, 1e4, 0),
         ],
     },
+    Group {
+        model_type: "deepseek_v2",
+        extra: r#"{"rms_norm_eps": 1e-6, "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "greedy", "q_lora_rank": null,
+            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707}}"#,
+        entries: &[
+            entry("deepseek-ai/deepseek-v2-lite",          [102400,  2048, 10944,  27], [ 16, 16], 163840, 1e4, 0),
+            entry("deepseek-ai/deepseek-coder-v2-lite",    [102400,  2048, 10944,  27], [ 16, 16], 163840, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "deepseek_v2",
+        extra: r#"{"rms_norm_eps": 1e-6, "n_routed_experts": 160, "num_experts_per_tok": 6, "moe_intermediate_size": 1536,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 8,
+            "topk_group": 3, "routed_scaling_factor": 16.0,
+            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707}}"#,
+        entries: &[
+            entry("deepseek-ai/deepseek-v2",               [102400,  5120, 12288,  60], [128,128], 163840, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "deepseek_v3",
+        extra: r#"{"rms_norm_eps": 1e-6, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
+        entries: &[
+            entry("deepseek-ai/deepseek-v3",               [129280,  7168, 18432,  61], [128,128], 163840, 1e4, 0),
+            entry("deepseek-ai/deepseek-v3.1",             [129280,  7168, 18432,  61], [128,128], 163840, 1e4, 0),
+            entry("deepseek-ai/deepseek-r1",               [129280,  7168, 18432,  61], [128,128], 163840, 1e4, 0),
+        ],
+    },
+    Group {
+        model_type: "deepseek_v3",
+        extra: r#"{"rms_norm_eps": 1e-6, "n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+            "rope_scaling": {"type": "yarn", "factor": 32, "original_max_position_embeddings": 4096, "beta_fast": 1, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0}}"#,
+        entries: &[
+            entry("moonshotai/kimi-k2",                    [163840,  7168, 18432,  61], [ 64, 64], 131072, 5e4, 0),
+        ],
+    },
 ];
 
 /// Known models that are not here, by how their names begin, and the `model_type` that says what is missing for them.
-const MISSING: [(&str, &str); 5] = [
-    ("deepseek-v2", "deepseek_v2"),
-    ("deepseek-v3", "deepseek_v3"),
-    ("deepseek-r1", "deepseek_v3"),
-    ("kimi-k2", "kimi_k2"),
-    ("glm-4.7-flash", "glm4_moe_lite"),
-];
+const MISSING: [(&str, &str); 2] = [("deepseek-v3.2", "deepseek_v32"), ("glm-4.7-flash", "glm4_moe_lite")];
 
 /// What a known model has that is missing here, if that is why the catalogue does not have it: `; NAME has ...`, or nothing.
 fn what_is_missing(name: &str) -> String {

@@ -7,6 +7,7 @@
 mod experts;
 mod families;
 mod keys;
+mod latent;
 mod rope;
 mod write;
 
@@ -25,7 +26,7 @@ pub const CONFIG_NAME: &str = "config.json";
 pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
 
 /// Values of `model_type` that are read.
-pub const SUPPORTED_MODEL_TYPES: [&str; 18] = [
+pub const SUPPORTED_MODEL_TYPES: [&str; 20] = [
     "llama",
     "mistral",
     "qwen2",
@@ -42,6 +43,8 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 18] = [
     "olmoe",
     "glm4_moe",
     "deepseek",
+    "deepseek_v2",
+    "deepseek_v3",
     "gpt_oss",
     OWN_MIXTURE,
 ];
@@ -50,14 +53,13 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 18] = [
 pub(crate) const OWN_MIXTURE: &str = "plimsoll_moe";
 
 /// Values of `model_type` that are known and not read, and what they have that is missing here.
-const MISSING: [(&str, &str); 5] = [
-    ("deepseek_v2", LATENT_ATTENTION),
-    ("deepseek_v3", LATENT_ATTENTION),
-    ("deepseek_v32", LATENT_ATTENTION),
-    ("kimi_k2", LATENT_ATTENTION),
-    ("glm4_moe_lite", LATENT_ATTENTION),
+const MISSING: [(&str, &str); 2] = [
+    ("deepseek_v32", "chooses the keys of each query by an indexer, which is not supported"),
+    (
+        "glm4_moe_lite",
+        "has the latent attention of DeepSeek-V3 with another normalisation, which is not supported",
+    ),
 ];
-const LATENT_ATTENTION: &str = "has multi-head latent attention, which is not supported";
 
 /// What a family has that is missing here, by its `model_type`, if it is known for that.
 pub fn missing_of(model_type: &str) -> Option<&'static str> {
@@ -231,6 +233,8 @@ fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
         );
         return Err(config.refuse("model_type", reason));
     }
+    // Kimi K2's configuration differs in the name alone.
+    let model_type = if model_type == "kimi_k2" { "deepseek_v3" } else { model_type };
     if let Some(what) = missing_of(model_type) {
         return Err(config.refuse("model_type", format!("{model_type} {what}")));
     }

@@ -38,9 +38,9 @@ pub use source::{
     Format, ModelError, ModelFiles, RowOrder, StoredView, StoredWeight, StoredWeights, WeightSource,
 };
 pub use spec::{
-    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, LayerKind, MlpSpec, ModelPart, ModelSpec, NormKind,
-    NormPlacement, NormSpec, QkNorm, RopeScaling, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
-    SpecError, ZeroComputationSpec,
+    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, LatentAttention, LayerKind, MlpSpec, ModelPart,
+    ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling, RopeSpec, RouterSpec, Scoring,
+    SharedExpert, SlidingWindow, SpecError, ZeroComputationSpec,
 };
 pub use transcode::{RowSource, Target, Transcoder};
 pub use types_by_group::{TypesByGroup, WeightGroup};

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use plimsoll_device::DType;
 
-use crate::spec::{ModelPart, ModelSpec, NormKind, QkNorm};
+use crate::spec::{LatentAttention, ModelPart, ModelSpec, NormKind, QkNorm};
 
 /// The unit in which weights are gathered, updated and released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -46,8 +46,18 @@ pub enum Role {
     KBias,
     VBias,
     OBias,
+    /// Of queries, of each head or of all; in latent attention of the vector that queries are made of.
     QNorm,
+    /// Of keys, in the same way.
     KNorm,
+    /// To the vector that queries are made of, in latent attention.
+    QDownProj,
+    /// From there to queries.
+    QUpProj,
+    /// To the vector that keys and values are made of, and to what all heads' keys have in common.
+    KvDownProj,
+    /// From that vector to the keys, but for what they have in common, and values of each head.
+    KvUpProj,
     /// A score of each head that has no value, `[heads]`.
     Sinks,
     PostAttentionNorm,
@@ -111,6 +121,10 @@ pub enum Adapted {
     KProj,
     VProj,
     OProj,
+    QDownProj,
+    QUpProj,
+    KvDownProj,
+    KvUpProj,
     GateProj,
     UpProj,
     DownProj,
@@ -129,6 +143,10 @@ impl Adapted {
             Role::KProj => Adapted::KProj,
             Role::VProj => Adapted::VProj,
             Role::OProj => Adapted::OProj,
+            Role::QDownProj => Adapted::QDownProj,
+            Role::QUpProj => Adapted::QUpProj,
+            Role::KvDownProj => Adapted::KvDownProj,
+            Role::KvUpProj => Adapted::KvUpProj,
             Role::GateProj => Adapted::GateProj,
             Role::UpProj => Adapted::UpProj,
             Role::DownProj => Adapted::DownProj,
@@ -148,6 +166,10 @@ impl Adapted {
             Adapted::KProj => Role::KProj,
             Adapted::VProj => Role::VProj,
             Adapted::OProj => Role::OProj,
+            Adapted::QDownProj => Role::QDownProj,
+            Adapted::QUpProj => Role::QUpProj,
+            Adapted::KvDownProj => Role::KvDownProj,
+            Adapted::KvUpProj => Role::KvUpProj,
             Adapted::GateProj => Role::GateProj,
             Adapted::UpProj => Role::UpProj,
             Adapted::DownProj => Role::DownProj,
@@ -218,6 +240,10 @@ impl Role {
             | Role::KProj
             | Role::VProj
             | Role::OProj
+            | Role::QDownProj
+            | Role::QUpProj
+            | Role::KvDownProj
+            | Role::KvUpProj
             | Role::GateProj
             | Role::UpProj
             | Role::DownProj
@@ -303,6 +329,10 @@ impl Role {
             | Role::KProj
             | Role::VProj
             | Role::OProj
+            | Role::QDownProj
+            | Role::QUpProj
+            | Role::KvDownProj
+            | Role::KvUpProj
             | Role::QBias
             | Role::KBias
             | Role::VBias
@@ -595,7 +625,6 @@ impl ModelSpec {
                 }
             }
             BlockId::Layer(i) => {
-                let (q, kv) = (self.q_size(), self.kv_size());
                 let mlp = self.feed_forward(i);
                 let of_layer = format!("model.layers.{i}.");
                 let name = |rest: &str| [&of_layer, rest].concat();
@@ -606,22 +635,11 @@ impl ModelSpec {
                 if layer_norm {
                     add(name("input_layernorm.bias"), Role::AttentionNormBias, &[hidden]);
                 }
-                for (part, weight, bias, out) in [
-                    ("self_attn.q_proj", Role::QProj, Role::QBias, q),
-                    ("self_attn.k_proj", Role::KProj, Role::KBias, kv),
-                    ("self_attn.v_proj", Role::VProj, Role::VBias, kv),
-                ] {
-                    add(name(part) + ".weight", weight, &[out, hidden]);
-                    if self.attention.qkv_bias {
-                        add(name(part) + ".bias", bias, &[out]);
-                    }
+                match self.attention.latent {
+                    Some(latent) => self.latent_parameters(&mut add, &name("self_attn"), latent),
+                    None => self.qkv_parameters(&mut add, &name("self_attn")),
                 }
-                if let Some(kind) = self.attention.qk_norm {
-                    let width = |whole| if kind == QkNorm::Whole { whole } else { self.attention.head_dim };
-                    add(name("self_attn.q_norm.weight"), Role::QNorm, &[width(q)]);
-                    add(name("self_attn.k_norm.weight"), Role::KNorm, &[width(kv)]);
-                }
-                add(name("self_attn.o_proj.weight"), Role::OProj, &[hidden, q]);
+                add(name("self_attn.o_proj.weight"), Role::OProj, &[hidden, self.attended_size()]);
                 if self.attention.output_bias {
                     add(name("self_attn.o_proj.bias"), Role::OBias, &[hidden]);
                 }
@@ -698,6 +716,49 @@ impl ModelSpec {
             }
         }
         list
+    }
+
+    /// The projections to queries, keys and values, and their norms.
+    fn qkv_parameters(&self, add: &mut impl FnMut(String, Role, &[u64]), at: &str) {
+        let (hidden, q, kv) = (self.hidden_size, self.q_size(), self.kv_size());
+        for (part, weight, bias, out) in [
+            ("q_proj", Role::QProj, Role::QBias, q),
+            ("k_proj", Role::KProj, Role::KBias, kv),
+            ("v_proj", Role::VProj, Role::VBias, kv),
+        ] {
+            add(format!("{at}.{part}.weight"), weight, &[out, hidden]);
+            if self.attention.qkv_bias {
+                add(format!("{at}.{part}.bias"), bias, &[out]);
+            }
+        }
+        if let Some(kind) = self.attention.qk_norm {
+            let width = |whole| if kind == QkNorm::Whole { whole } else { self.attention.head_dim };
+            add(format!("{at}.q_norm.weight"), Role::QNorm, &[width(q)]);
+            add(format!("{at}.k_norm.weight"), Role::KNorm, &[width(kv)]);
+        }
+    }
+
+    /// The same through narrow vectors; names are those of DeepSeek-V2.
+    fn latent_parameters(
+        &self,
+        add: &mut impl FnMut(String, Role, &[u64]),
+        at: &str,
+        LatentAttention { query_rank, kv_rank, value_dim }: LatentAttention,
+    ) {
+        let (hidden, q, attention) = (self.hidden_size, self.q_size(), &self.attention);
+        let rotated = attention.rotated_dim();
+        match query_rank {
+            None => add(format!("{at}.q_proj.weight"), Role::QProj, &[q, hidden]),
+            Some(rank) => {
+                add(format!("{at}.q_a_proj.weight"), Role::QDownProj, &[rank, hidden]);
+                add(format!("{at}.q_a_layernorm.weight"), Role::QNorm, &[rank]);
+                add(format!("{at}.q_b_proj.weight"), Role::QUpProj, &[q, rank]);
+            }
+        }
+        let of_heads = attention.heads * (attention.head_dim.saturating_sub(rotated) + value_dim);
+        add(format!("{at}.kv_a_proj_with_mqa.weight"), Role::KvDownProj, &[kv_rank + rotated, hidden]);
+        add(format!("{at}.kv_a_layernorm.weight"), Role::KNorm, &[kv_rank]);
+        add(format!("{at}.kv_b_proj.weight"), Role::KvUpProj, &[of_heads, kv_rank]);
     }
 
     /// Gate, up and down of a feed-forward part of an inner width, or of each of `stack`.

@@ -106,6 +106,21 @@ pub struct AttentionSpec {
     pub soft_cap: Option<f64>,
     /// Whether each head has a sink: one more score, learned, which takes part in the softmax and has no value (gpt-oss).
     pub sinks: bool,
+    /// Whether keys and values are made of a narrow vector, and how.
+    pub latent: Option<LatentAttention>,
+}
+
+/// Multi-head latent attention (DeepSeek-V2, 2024): the keys and values of all heads are products of one normed vector of a token. Every
+/// head has keys and values of its own. The last values of its queries and keys are rotated, in pairs that lie next to each other, as many
+/// as [`RopeSpec::dims`] says; these of the keys are the same for all heads and do not come from the vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentAttention {
+    /// Width of the normed vector that queries are products of; `None` where they are products of the block's normed input.
+    pub query_rank: Option<u64>,
+    /// Width of the vector that keys and values are products of.
+    pub kv_rank: u64,
+    /// Width of a head's values, at most that of its keys.
+    pub value_dim: u64,
 }
 
 /// What of queries and keys an RMSNorm of their own sees.
@@ -115,6 +130,11 @@ pub enum QkNorm {
     PerHead,
     /// All heads of a token together (OLMo 2).
     Whole,
+}
+
+impl LatentAttention {
+    /// The epsilon of the norms of narrow vectors, whatever that of the others is.
+    pub const NORM_EPSILON: f64 = 1e-6;
 }
 
 /// A window over the past.
@@ -129,7 +149,7 @@ pub struct SlidingWindow {
 /// Rotary position embedding, "rotate half" layout (dimension i is paired with i + dims/2).
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSpec {
-    /// Dimensions of a head that are rotated, its first ones.
+    /// Dimensions of a head that are rotated: its first ones, the last ones in latent attention.
     pub dims: u64,
     /// Base of the frequencies.
     pub theta: f64,
@@ -281,8 +301,10 @@ pub enum Scoring {
 pub struct ExpertGroups {
     /// Groups of a layer.
     pub count: u64,
-    /// Groups that a token's experts are in. A group is as good as its two best experts together.
+    /// Groups that a token's experts are in.
     pub chosen: u64,
+    /// Whether a group is as good as its two best experts together (DeepSeek-V3); else it is as good as its best one (DeepSeek-V2).
+    pub by_two: bool,
 }
 
 /// Non-linearities of the feed-forward part.
@@ -464,6 +486,57 @@ impl AttentionSpec {
             scale: None,
             soft_cap: None,
             sinks: false,
+            latent: None,
+        }
+    }
+
+    /// Width of a head's values.
+    pub fn value_dim(&self) -> u64 {
+        self.latent.map_or(self.head_dim, |latent| latent.value_dim)
+    }
+
+    /// Width of the rotated part of a head.
+    pub fn rotated_dim(&self) -> u64 {
+        self.rope.as_ref().map_or(0, |rope| rope.dims)
+    }
+
+    fn check_latent(&self) -> Result<(), SpecError> {
+        let fail = |key, reason: fmt::Arguments<'_>| Err(SpecError { key, reason: reason.to_string() });
+        let Some(LatentAttention { query_rank, kv_rank, value_dim }) = self.latent else { return Ok(()) };
+        for (key, value) in
+            [("q_lora_rank", query_rank.unwrap_or(1)), ("kv_lora_rank", kv_rank), ("v_head_dim", value_dim)]
+        {
+            if value == 0 || value > 1 << 28 {
+                return fail(key, format_args!("{value} is no width"));
+            }
+        }
+        if value_dim > self.head_dim {
+            let head_dim = self.head_dim;
+            return fail(
+                "v_head_dim",
+                format_args!("values of {value_dim} are wider than keys of {head_dim}"),
+            );
+        }
+        if self.kv_heads != self.heads {
+            return fail(
+                "num_key_value_heads",
+                format_args!("is not num_attention_heads, as latent attention has it"),
+            );
+        }
+        let rotated = self.rotated_dim();
+        if rotated == 0 || rotated >= self.head_dim {
+            return fail(
+                "qk_rope_head_dim",
+                format_args!("{rotated} of the {} of a head cannot be rotated", self.head_dim),
+            );
+        }
+        let other = self.qkv_bias || self.output_bias || self.qk_norm.is_some() || self.sinks;
+        match other || self.sliding_window.is_some() || self.local_rope.is_some() {
+            true => fail(
+                "kv_lora_rank",
+                format_args!("latent attention has no biases, norms of heads, windows or sinks"),
+            ),
+            false => Ok(()),
         }
     }
 
@@ -530,7 +603,7 @@ impl ExpertsSpec {
             let (chosen, count) = (self.per_token, self.total());
             return fail("num_experts_per_tok", format_args!("{chosen} of {count} experts cannot be chosen"));
         }
-        if let Some(ExpertGroups { count, chosen }) = self.router.groups {
+        if let Some(ExpertGroups { count, chosen, .. }) = self.router.groups {
             if count == 0 || !self.count.is_multiple_of(count) {
                 return fail("n_group", format_args!("{count} does not divide the {} experts", self.count));
             }
@@ -612,6 +685,11 @@ impl ModelSpec {
         self.attention.kv_heads * self.attention.head_dim
     }
 
+    /// Width of what attention gives, all heads together.
+    pub fn attended_size(&self) -> u64 {
+        self.attention.heads * self.attention.value_dim()
+    }
+
     /// Number of parameters, a tied head counted once.
     pub fn parameter_count(&self) -> u64 {
         self.parameters().iter().map(|p| p.elements()).sum()
@@ -659,6 +737,7 @@ impl ModelSpec {
         for rope in [&attention.rope, &attention.local_rope].into_iter().flatten() {
             rope.check(head_dim)?;
         }
+        attention.check_latent()?;
         if let Some(window) = &attention.sliding_window {
             if window.size == 0 {
                 return fail("sliding_window", format_args!("must be at least 1"));

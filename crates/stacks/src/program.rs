@@ -149,7 +149,10 @@ fn known(run: &Run) -> Result<(), EstimateError> {
         return unknown("experts in torchtune or Unsloth");
     }
     let without = model.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some());
-    if without || matches!(model.architecture.as_str(), "gpt_oss" | "plimsoll_moe") {
+    if without
+        || model.attention.latent.is_some()
+        || matches!(model.architecture.as_str(), "gpt_oss" | "plimsoll_moe")
+    {
         return unknown(&format!("{} models", model.architecture));
     }
     let dora = run.adapter.as_ref().is_some_and(|adapter| adapter.dora);

@@ -8,6 +8,7 @@
 mod attention;
 mod experts;
 mod keys;
+mod latent;
 mod mlp;
 mod mover;
 mod parts;
@@ -97,7 +98,7 @@ pub(crate) fn infer<K>(
     let normed = before(ctx, norms.attention, &input)?;
     let mut qkv = attention::project_qkv(ctx, weights, &ctx.of_all_rows(&normed.out)?)?;
     drop(normed);
-    qkv.raw = None;
+    (qkv.raw_q, qkv.raw_k) = (None, None);
     let attended = attend(&qkv, weights.find(Role::Sinks))?;
     drop(qkv.q);
     let summed = add_part(ctx, norms.attention_out, Stream::Own(input), "middle", |out, accumulate| {

@@ -33,7 +33,8 @@ const STEPS: u64 = 3;
 /// A model whose matrices have a share for each of some ranks.
 fn wider(spec: ModelSpec) -> ModelSpec {
     let local_rope = spec.attention.local_rope.as_ref().map(|_| RopeSpec::plain(8, 100.0));
-    let rope = spec.attention.rope.as_ref().map(|_| RopeSpec::plain(8, 10_000.0));
+    let dims = if spec.attention.latent.is_some() { 4 } else { 8 };
+    let rope = spec.attention.rope.as_ref().map(|_| RopeSpec::plain(dims, 10_000.0));
     let experts = spec.experts.map(|experts| ExpertsSpec { count: 6, ..experts });
     ModelSpec {
         experts,
@@ -886,9 +887,10 @@ fn ranks_that_share_products_come_near_one() {
     for spec in families().map(wider) {
         // A vocabulary that each rank has some rows of.
         for spec in [spec.clone(), ModelSpec { vocab_size: 3101, ..spec }] {
-            // Nobody has all heads, and experts without matrices are on every rank.
+            // Nobody has all heads or the vector that keys are made of, and experts without matrices are on every rank.
             let without = spec.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some());
-            if spec.attention.qk_norm == Some(QkNorm::Whole) || without {
+            let is_latent = spec.attention.latent.is_some();
+            if spec.attention.qk_norm == Some(QkNorm::Whole) || is_latent || without {
                 continue;
             }
             for precision in [Precision::F32, PURE_BF16] {

@@ -23,7 +23,7 @@ fn folders() -> Vec<PathBuf> {
     let all = ["families", "experts"].map(|kind| std::fs::read_dir(data.join(kind)).unwrap());
     let mut folders: Vec<_> = all.into_iter().flatten().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
-    assert!(folders.len() >= 24);
+    assert!(folders.len() >= 30);
     folders
 }
 

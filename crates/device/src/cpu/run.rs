@@ -5,6 +5,7 @@ mod attention;
 mod elementwise;
 mod embedding;
 mod grouped_product;
+mod heads;
 mod loss;
 mod magnitude;
 mod norm;
@@ -45,6 +46,7 @@ pub(super) fn run(op: Op<'_>, job: KernelCall<'_>) -> Result<(), String> {
         Op::Elementwise(op) => elementwise::run(op, job),
         Op::Embedding(op) => return embedding::run(op, job),
         Op::GroupedProduct(op) => return grouped_product::run(op, job),
+        Op::Heads(op) => heads::run(op, job),
         Op::Loss(op) => return loss::run(op, job),
         Op::Magnitude(op) => return magnitude::run(op, job),
         Op::PiecedAttention(op) => pieced_attention::run(op, job),

@@ -4,19 +4,37 @@ use super::Family;
 use crate::Tensor;
 use crate::check::Description;
 
+/// Which values of heads are rotated, R of them, and in which pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RotatedHeads {
+    /// Width of a head.
+    pub dim: u64,
+    /// The first value that is rotated.
+    pub first: u64,
+    /// Whether value `2 i` is paired with `2 i + 1` (DeepSeek-V2 and V3), not value `i` with `i + R/2`.
+    pub interleaved: bool,
+}
+
+impl RotatedHeads {
+    /// Heads whose first values are rotated, each with the one half of them behind it.
+    pub const fn from_first(dim: u64) -> RotatedHeads {
+        RotatedHeads { dim, first: 0, interleaved: false }
+    }
+}
+
 /// What a position does to a row.
 #[allow(missing_docs)]
 #[derive(Clone, Copy, Debug)]
 pub enum Position<'a> {
-    /// Rotates pairs (i, i + R/2) of the first R values of every head of x `[N, heads * head_dim]` in place by the angle
-    /// of its position: row n uses row `positions[n]` of cos and sin, both f32 `[P, R/2]`. `inverse` rotates back: it is
-    /// the backward pass. A position outside the table is an error.
+    /// Rotates pairs of R values of every head of x `[N, heads * D]` in place by the angle of its position: row n uses row
+    /// `positions[n]` of cos and sin, both f32 `[P, R/2]`. `inverse` rotates back: it is the backward pass. A position outside the
+    /// table is an error.
     Rope {
         x: &'a Tensor,
         positions: &'a Tensor,
         cos: &'a Tensor,
         sin: &'a Tensor,
-        head_dim: u64,
+        heads: RotatedHeads,
         inverse: bool,
     },
 }
@@ -24,16 +42,17 @@ pub enum Position<'a> {
 impl<'a> Family<'a> for Position<'a> {
     fn describe(&self) -> Description<'a> {
         match *self {
-            Position::Rope { x, positions, cos, sin, head_dim, .. } => Description::new("rope", [], [])
+            Position::Rope { x, positions, cos, sin, heads, .. } => Description::new("rope", [], [])
                 .changing([x])
                 .reading([positions, cos, sin])
                 .floats([x])
                 .u32_vector(positions, x.rows())
                 .same_size(cos, [sin])
                 .f32s([cos, sin])
-                .heads(x, head_dim)
-                .that(2 * cos.columns() <= head_dim, || {
-                    format!("{cos:?} has more pairs than a head of {head_dim}")
+                .heads(x, heads.dim)
+                .that(heads.first.saturating_add(2 * cos.columns()) <= heads.dim, || match heads.first {
+                    0 => format!("{cos:?} has more pairs than a head of {}", heads.dim),
+                    first => format!("{cos:?} has more pairs than a head of {} from {first} on", heads.dim),
                 }),
         }
     }

@@ -23,8 +23,19 @@ pub struct Router {
     pub normalise: bool,
     /// Factor on the weights.
     pub scale: f32,
-    /// Groups of experts, and how many of them the experts of a token may be in; a group counts for its two best experts together.
-    pub groups: Option<(u64, u64)>,
+    /// Groups that the experts of a token may be in, where not all come into question.
+    pub groups: Option<RouterGroups>,
+}
+
+/// Groups of experts that follow each other, of which a token's experts are in the best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouterGroups {
+    /// Groups of a layer.
+    pub count: u64,
+    /// How many of them the experts of a token may be in.
+    pub chosen: u64,
+    /// Whether a group counts for its two best experts together (DeepSeek-V3); else for its best one (DeepSeek-V2).
+    pub by_two: bool,
 }
 
 /// How many places experts take.
@@ -152,8 +163,9 @@ impl<'a> Family<'a> for Routing<'a> {
         match *self {
             Routing::Choose { logits, correction, router, choice } => {
                 let (experts, each) = (logits.columns(), choice.columns());
-                let among = router.groups.map_or(experts, |(count, chosen)| experts / count.max(1) * chosen);
-                let whole = router.groups.is_none_or(|(count, chosen)| {
+                let among =
+                    router.groups.map_or(experts, |groups| experts / groups.count.max(1) * groups.chosen);
+                let whole = router.groups.is_none_or(|RouterGroups { count, chosen, .. }| {
                     count > 0 && chosen <= count && experts.is_multiple_of(count)
                 });
                 Description::new("route", [logits], [choice])

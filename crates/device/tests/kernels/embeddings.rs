@@ -1,7 +1,7 @@
 //! Token embeddings and rotary position embeddings.
 
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_device::{DType, DeviceExt, Embedding, Position, Rounding};
+use plimsoll_device::{DType, DeviceExt, Embedding, Position, RotatedHeads, Rounding};
 
 use crate::harness::{Expected, Operand, check, check_gradient, noise, refusal, storages};
 use crate::reference;
@@ -156,7 +156,7 @@ fn rope() {
                         positions: &t[1],
                         cos: &t[2],
                         sin: &t[3],
-                        head_dim: 2 * pairs as u64,
+                        heads: RotatedHeads::from_first(2 * pairs as u64),
                         inverse,
                     })
                 },
@@ -190,12 +190,45 @@ fn partial_rope() {
                 positions: &t[1],
                 cos: &t[2],
                 sin: &t[3],
-                head_dim,
+                heads: RotatedHeads::from_first(head_dim),
                 inverse: false,
             })
         },
         &[Expected { operand: 0, values, tolerance: 2e-7 }],
     );
+}
+
+/// Values next to each other turn together, behind those of a head that do not.
+#[test]
+fn interleaved_rope() {
+    let (n, heads, pairs) = (5, 3, 4);
+    let rotated = RotatedHeads { dim: 11, first: 2, interleaved: true };
+    let (dim, first) = (rotated.dim as usize, rotated.first as usize);
+    let positions: Vec<u32> = (0..n as u32).map(|i| i * 7).collect();
+    let [cos, sin] = angles(pairs);
+    for ([dtype], inverse) in storages().flat_map(|t| [(t, false), (t, true)]) {
+        let x = Operand::new(dtype, &[n, heads * dim], noise(1));
+        let mut values = x.values.clone();
+        for (head, position) in values.chunks_mut(dim).zip(positions.iter().flat_map(|p| [*p; 3])) {
+            let own = &mut head[first..first + 2 * pairs];
+            let halves: Vec<f64> =
+                [0, 1].iter().flat_map(|odd| own.iter().skip(*odd).step_by(2).copied()).collect();
+            let (cos, sin) = (&cos.values, &sin.values);
+            let turned = reference::rope(&halves, 2 * pairs, &[position], cos, sin, pairs, inverse);
+            for (pair, values) in own.chunks_mut(2).enumerate() {
+                values.copy_from_slice(&[turned[pair], turned[pairs + pair]]);
+            }
+        }
+        check(
+            &format!("{dtype} {inverse}"),
+            &[x, Operand::u32s(&positions), cos.clone(), sin.clone()],
+            |cpu, t| {
+                let (x, positions, cos, sin) = (&t[0], &t[1], &t[2], &t[3]);
+                cpu.run(Position::Rope { x, positions, cos, sin, heads: rotated, inverse })
+            },
+            &[Expected { operand: 0, values, tolerance: 2e-7 }],
+        );
+    }
 }
 
 #[test]
@@ -218,7 +251,7 @@ fn positions_outside_the_table_are_refused() {
             positions: &t[1],
             cos: &t[2],
             sin: &t[3],
-            head_dim: 4,
+            heads: RotatedHeads::from_first(4),
             inverse: false,
         })
     });

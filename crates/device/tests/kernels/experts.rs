@@ -2,7 +2,7 @@
 
 use plimsoll_device::{
     Capacity, Compute, DType, DeviceExt, GroupedProduct, LoadRatio, NOWHERE, Product, Rounding, Router,
-    Routing, WeightedBias,
+    RouterGroups, Routing, WeightedBias,
 };
 
 use crate::harness::{
@@ -241,11 +241,14 @@ fn corrections_and_groups_decide() {
     let logits = [2.0, 1.0, 0.0, -1.0];
     assert_eq!(chosen(&logits, 4, 2, None, sigmoid), [0, 1]);
     assert_eq!(chosen(&logits, 4, 2, Some(&[0.0, 0.0, 0.0, 1.0]), sigmoid), [3, 0]);
-    let groups = |chosen| Router { groups: Some((3, chosen)), ..sigmoid };
+    let of = |chosen, by_two| Router { groups: Some(RouterGroups { count: 3, chosen, by_two }), ..sigmoid };
+    let groups = |chosen| of(chosen, true);
     // The first group has the best expert; the second the best pair.
     let logits = [3.0, -9.0, 1.5, 1.4, 0.0, 0.1];
     assert_eq!(chosen(&logits, 6, 2, None, groups(1)), [2, 3]);
     assert_eq!(chosen(&logits, 6, 3, None, groups(2)), [2, 3, 5]);
+    assert_eq!(chosen(&logits, 6, 2, None, of(1, false)), [0, 1]);
+    assert_eq!(chosen(&logits, 6, 3, None, of(2, false)), [0, 2, 3]);
 }
 
 /// The weights of a token's experts, in f64.

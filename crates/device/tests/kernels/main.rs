@@ -10,6 +10,7 @@ mod embeddings;
 mod experts;
 mod fp8;
 mod harness;
+mod heads;
 mod int8;
 mod linear;
 mod loss;

@@ -72,7 +72,9 @@ pub(super) fn read(
         }
     };
     let groups = match keys.u64("expert_group_count")?.filter(|count| *count > 1) {
-        Some(count) => Some(ExpertGroups { count, chosen: keys.require_u64("expert_group_used_count")? }),
+        Some(count) => {
+            Some(ExpertGroups { count, chosen: keys.require_u64("expert_group_used_count")?, by_two: true })
+        }
         None => None,
     };
     Ok(Some(ExpertsSpec {

@@ -29,8 +29,11 @@ pub(super) const ARCHITECTURES: [(&str, &str); 15] = [
     ("gpt-oss", "gpt_oss"),
 ];
 
-/// Values of `general.architecture` that are known and not read, as what a `model_type` they are.
-const MISSING: [(&str, &str); 1] = [("deepseek2", "deepseek_v3")];
+/// Values of `general.architecture` that are known and not read, and why.
+const MISSING: [(&str, &str); 1] = [(
+    "deepseek2",
+    "has multi-head latent attention, which is read from Hugging Face folders and not from GGUF",
+)];
 
 /// The tensor that holds one factor for every rotary frequency, and those for contexts up to the original one and
 /// beyond.
@@ -70,8 +73,7 @@ pub(crate) fn check_bias(file: &GgufFile, tensor: &GgufTensor) -> Result<(), Ggu
 pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, GgufError> {
     let metadata = file.metadata();
     let found = metadata.require("general.architecture", metadata.str("general.architecture")?)?;
-    let missing = MISSING.iter().find(|(name, _)| *name == found);
-    if let Some(what) = missing.and_then(|(_, model_type)| crate::hf_config::missing_of(model_type)) {
+    if let Some((_, what)) = MISSING.iter().find(|(name, _)| *name == found) {
         return Err(metadata.refuse("general.architecture", format!("{found} {what}")));
     }
     let Some((prefix, family)) = ARCHITECTURES.into_iter().find(|(name, _)| *name == found) else {
@@ -115,6 +117,7 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         scale: None,
         soft_cap: None,
         sinks: has("blk.0.attn_sinks.weight"),
+        latent: None,
     };
     if !gpt2 {
         attention.rope = Some(rope(file, &keys, head_dim)?);

@@ -21,9 +21,14 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
             let sparse = |layer: u64| (layer + 1).checked_rem(step) == Some(0) && !dense.contains(&layer);
             (0..u64::from(num_layers)).map(sparse).collect()
         }
-        "glm4_moe" | "deepseek" => {
-            let first = number("first_k_dense_replace", u64::from(family == "glm4_moe"))?;
-            let step = if family == "deepseek" { number("moe_layer_freq", 1)? } else { 1 };
+        "glm4_moe" | "deepseek" | "deepseek_v2" | "deepseek_v3" => {
+            let usual = match family {
+                "glm4_moe" => 1,
+                "deepseek_v3" => 3,
+                _ => 0,
+            };
+            let first = number("first_k_dense_replace", usual)?;
+            let step = if family == "glm4_moe" { 1 } else { number("moe_layer_freq", 1)? };
             let sparse = |layer: u64| layer >= first && layer.checked_rem(step) == Some(0);
             (0..u64::from(num_layers)).map(sparse).collect()
         }
@@ -61,6 +66,14 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
             let width = number("shared_expert_intermediate_size", 0)?;
             let own = config.require_u64("moe_intermediate_size")?;
             (config.require_u64("num_experts")?, 2, own, shared(width, false))
+        }
+        "deepseek_v2" | "deepseek_v3" => {
+            let (count, beside, width, per_token) = match family {
+                "deepseek_v2" => (64, 2, config.require_u64("moe_intermediate_size")?, 6),
+                _ => (256, 1, inner(2048)?, 8),
+            };
+            let beside = number("n_shared_experts", beside)?.saturating_mul(width);
+            (number("n_routed_experts", count)?, per_token, width, shared(beside, false))
         }
         _ => {
             let (glm, width) = (family == "glm4_moe", inner(1408)?);
@@ -104,15 +117,43 @@ fn zero_computation(config: &Keys) -> Result<Option<ZeroComputationSpec>, Config
 }
 
 fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
-    let glm = family == "glm4_moe";
-    if family == "deepseek"
-        && let Some(other) = config.str("scoring_func")?.filter(|name| *name != "softmax")
-    {
-        return Err(config.refuse("scoring_func", format!("is {other:?}; softmax is supported")));
+    let corrected = is_corrected(family);
+    let of_family = |key: &str, only: &[&str]| match config.str(key)?.filter(|name| !only.contains(name)) {
+        Some(other) => Err(config.refuse(key, format!("is {other:?}; {} is supported", only.join(" or ")))),
+        None => Ok(()),
+    };
+    match family {
+        "deepseek" | "deepseek_v2" => of_family("scoring_func", &["softmax"])?,
+        "deepseek_v3" => of_family("scoring_func", &["sigmoid"])?,
+        _ => {}
     }
-    let groups = match config.u64("n_group")?.filter(|count| glm && *count > 1) {
-        Some(count) => Some(ExpertGroups { count, chosen: config.u64("topk_group")?.unwrap_or(1) }),
-        None => None,
+    match family {
+        "deepseek_v2" => of_family("topk_method", &[GREEDY, GROUP_LIMITED])?,
+        "deepseek_v3" => of_family("topk_method", &[CORRECTED])?,
+        _ => {}
+    }
+    if family == "deepseek_v2" && config.bool("norm_topk_prob")? == Some(true) {
+        let reason = "is true, which is computed in more than one way and not supported".to_owned();
+        return Err(config.refuse("norm_topk_prob", reason));
+    }
+    let usual_groups = if family == "deepseek_v3" { (8, 4) } else { (1, 1) };
+    let has_groups = match family {
+        "deepseek_v2" => config.str("topk_method")? == Some(GROUP_LIMITED),
+        _ => corrected,
+    };
+    let count = config.u64("n_group")?.unwrap_or(usual_groups.0);
+    let groups = match has_groups && count > 1 {
+        true => Some(ExpertGroups {
+            count,
+            chosen: config.u64("topk_group")?.unwrap_or(usual_groups.1),
+            by_two: corrected,
+        }),
+        false => None,
+    };
+    let scale = match family {
+        "deepseek_v3" => config.f64("routed_scaling_factor")?.unwrap_or(2.5),
+        "glm4_moe" | "deepseek_v2" => config.f64("routed_scaling_factor")?.unwrap_or(1.0),
+        _ => 1.0,
     };
     // transformers adds the loss where the router's logits are asked for.
     let usual_loss = if family == "olmoe" { 0.01 } else { 0.001 };
@@ -121,19 +162,30 @@ fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
         _ => 0.0,
     };
     Ok(RouterSpec {
-        scoring: if glm { Scoring::Sigmoid } else { Scoring::Softmax },
+        scoring: if corrected { Scoring::Sigmoid } else { Scoring::Softmax },
         // gpt-oss takes the softmax of the chosen logits, which is that of all, normalised.
-        normalise: matches!(family, "mixtral" | "gpt_oss") || config.bool("norm_topk_prob")?.unwrap_or(glm),
-        scale: if glm { config.f64("routed_scaling_factor")?.unwrap_or(1.0) } else { 1.0 },
+        normalise: matches!(family, "mixtral" | "gpt_oss")
+            || config.bool("norm_topk_prob")?.unwrap_or(corrected),
+        scale,
         groups,
-        correction: glm,
+        correction: corrected,
         bias: family == "gpt_oss",
         balance_loss,
     })
 }
 
+/// Ways of DeepSeek to choose experts: the best of all, the best of the best groups, and those with corrected scores.
+const GREEDY: &str = "greedy";
+const GROUP_LIMITED: &str = "group_limited_greedy";
+const CORRECTED: &str = "noaux_tc";
+
+/// Whether routers of a family correct their scores, which are sigmoids.
+fn is_corrected(family: &str) -> bool {
+    matches!(family, "glm4_moe" | "deepseek_v3")
+}
+
 fn has_balance_loss(family: &str) -> bool {
-    !matches!(family, "glm4_moe" | "deepseek")
+    !matches!(family, "glm4_moe" | "deepseek" | "deepseek_v2" | "deepseek_v3")
 }
 
 /// Whether two models have the same experts. The balance loss is a matter of training, and files may be in either form.
@@ -185,15 +237,23 @@ pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
                 own["moe_tau"] = json!(without.tau);
             }
         }
-        "glm4_moe" => {
+        "glm4_moe" | "deepseek_v2" | "deepseek_v3" => {
             own["routed_scaling_factor"] = json!(router.scale);
             own["n_group"] = json!(router.groups.map_or(1, |groups| groups.count));
             own["topk_group"] = json!(router.groups.map_or(1, |groups| groups.chosen));
         }
-        "deepseek" => {
-            own["moe_layer_freq"] = json!(1);
-            own["scoring_func"] = json!("softmax");
+        _ => {}
+    }
+    if family.starts_with("deepseek") {
+        own["moe_layer_freq"] = json!(1);
+        own["scoring_func"] = json!(if is_corrected(family) { "sigmoid" } else { "softmax" });
+    }
+    match family {
+        "deepseek_v2" => {
+            let method = if router.groups.is_some() { GROUP_LIMITED } else { GREEDY };
+            own["topk_method"] = json!(method);
         }
+        "deepseek_v3" => own["topk_method"] = json!(CORRECTED),
         _ => {}
     }
     if has_balance_loss(family) {

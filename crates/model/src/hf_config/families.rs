@@ -1,7 +1,7 @@
 //! What the configuration of each family means. Keys and defaults are those of transformers' configuration classes.
 
 use super::keys::Keys;
-use super::{ConfigError, experts, rope};
+use super::{ConfigError, experts, latent, rope};
 use crate::spec::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, SlidingWindow,
 };
@@ -25,7 +25,11 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
         _ if gemma => Some(256),
         _ => None,
     };
-    let head_dim = head_dim(config, usual_head_dim, hidden_size, heads)?;
+    let latent = latent::read(config, model_type)?;
+    let head_dim = match latent {
+        Some(heads) => heads.dim,
+        None => head_dim(config, usual_head_dim, hidden_size, heads)?,
+    };
     let num_layers = layers(config, "num_hidden_layers")?;
     let vocab_size = config.require_u64("vocab_size")?;
     let usual_context = if gpt_oss { 131_072 } else { 2048 };
@@ -36,7 +40,8 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
         "qwen2_moe" => config.bool("qkv_bias")?.unwrap_or(true),
         _ => attention_bias,
     };
-    let (global, local) = rope::read(config, model_type, head_dim, max_position_embeddings)?;
+    let rotated = latent.map_or(head_dim, |heads| heads.rotated);
+    let (global, local) = rope::read(config, model_type, rotated, max_position_embeddings)?;
     let soft_cap = |key, gemma2: f64| match model_type {
         "gemma2" if !config.has(key) => Ok(Some(gemma2)),
         "gemma2" | "gemma3_text" => config.f64(key),
@@ -48,6 +53,7 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             // The usual one is said by the width of the heads already.
             (scalar != head_dim as f64).then(|| scalar.powf(-0.5))
         }
+        _ if latent.is_some() => rope::latent_scale(config, head_dim)?,
         _ => None,
     };
     Ok(ModelSpec {
@@ -58,7 +64,10 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
         num_layers,
         attention: AttentionSpec {
             heads,
-            kv_heads: config.u64("num_key_value_heads")?.unwrap_or(heads),
+            kv_heads: match latent {
+                Some(_) => heads,
+                None => config.u64("num_key_value_heads")?.unwrap_or(heads),
+            },
             head_dim,
             qkv_bias,
             output_bias: !matches!(model_type, "qwen2" | "qwen2_moe" | "glm4_moe") && attention_bias,
@@ -74,6 +83,7 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
             scale,
             soft_cap: soft_cap("attn_logit_softcapping", 50.0)?,
             sinks: gpt_oss,
+            latent: latent.map(|heads| heads.attention),
         },
         mlp: MlpSpec {
             intermediate_size: config.require_u64("intermediate_size")?,
@@ -149,6 +159,7 @@ fn read_gpt2(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {
             scale: None,
             soft_cap: None,
             sinks: false,
+            latent: None,
         },
         mlp: MlpSpec {
             intermediate_size: config.u64("n_inner")?.unwrap_or(hidden_size.saturating_mul(4)),

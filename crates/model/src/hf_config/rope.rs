@@ -171,6 +171,34 @@ fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
     })
 }
 
+/// The factor on the scores of latent attention with heads of a width, where it is not the usual one: YaRN's `mscale_all_dim` makes it
+/// larger.
+pub(super) fn latent_scale(config: &Keys, head_dim: u64) -> Result<Option<f64>, ConfigError> {
+    let parameters = match config.object("rope_parameters")? {
+        Some(parameters) => Some(parameters),
+        None => config.object("rope_scaling")?,
+    };
+    let Some(rope) = parameters else { return Ok(None) };
+    let (Some(weight), Some(factor)) = (rope.f64("mscale_all_dim")?, rope.f64("factor")?) else {
+        return Ok(None);
+    };
+    Ok((weight != 0.0 && factor > 1.0).then(|| scaled(head_dim, factor, weight)))
+}
+
+fn scaled(head_dim: u64, factor: f64, weight: f64) -> f64 {
+    (head_dim as f64).powf(-0.5) * yarn_scale(factor, weight).powi(2)
+}
+
+/// The weights `mscale` and `mscale_all_dim` of a YaRN rotation in latent attention.
+fn latent_weights(spec: &ModelSpec, factor: f64, attention_factor: f64) -> Option<(f64, f64)> {
+    spec.attention.latent?;
+    let head_dim = spec.attention.head_dim;
+    // To the digits that somebody may have written.
+    let weight_of = |scale: f64| ((scale - 1.0) / (0.1 * factor.ln()) * 1e9).round() / 1e9;
+    let all = weight_of((spec.attention.scale? * (head_dim as f64).sqrt()).sqrt());
+    Some((weight_of(attention_factor * yarn_scale(factor, all)), all))
+}
+
 /// The factor of YaRN on cos and sin.
 fn yarn_scale(factor: f64, weight: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
@@ -211,15 +239,22 @@ pub(super) fn write_scaling(spec: &ModelSpec, rope: &RopeSpec) -> Value {
             beta_slow,
             original_max_position_embeddings,
             truncate,
-        } => json!({
-            "rope_type": "yarn",
-            "factor": factor,
-            "attention_factor": attention_factor,
-            "beta_fast": beta_fast,
-            "beta_slow": beta_slow,
-            "original_max_position_embeddings": whole(*original_max_position_embeddings),
-            "truncate": truncate,
-        }),
+        } => {
+            let mut yarn = json!({
+                "rope_type": "yarn",
+                "factor": factor,
+                "attention_factor": attention_factor,
+                "beta_fast": beta_fast,
+                "beta_slow": beta_slow,
+                "original_max_position_embeddings": whole(*original_max_position_embeddings),
+                "truncate": truncate,
+            });
+            if let Some((mscale, all)) = latent_weights(spec, *factor, *attention_factor) {
+                yarn["mscale"] = json!(mscale);
+                yarn["mscale_all_dim"] = json!(all);
+            }
+            yarn
+        }
         RopeScaling::LongRope {
             short_factor,
             long_factor,

@@ -3,7 +3,7 @@
 use plimsoll_device::DType;
 use serde_json::{Map, Value, json};
 
-use super::{OWN_MIXTURE, SUPPORTED_MODEL_TYPES, experts, families, keys::Keys, rope};
+use super::{OWN_MIXTURE, SUPPORTED_MODEL_TYPES, experts, families, keys::Keys, latent, rope};
 use crate::save_error::SaveError;
 use crate::spec::{Activation, ModelSpec, RopeScaling, RopeSpec};
 
@@ -25,6 +25,8 @@ fn class(architecture: &str) -> &'static str {
         "olmoe" => "OlmoeForCausalLM",
         "glm4_moe" => "Glm4MoeForCausalLM",
         "deepseek" => "DeepseekForCausalLM",
+        "deepseek_v2" => "DeepseekV2ForCausalLM",
+        "deepseek_v3" => "DeepseekV3ForCausalLM",
         "gpt_oss" => "GptOssForCausalLM",
         OWN_MIXTURE => "PlimsollMoeForCausalLM",
         _ => "LlamaForCausalLM",
@@ -142,7 +144,7 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
         set("rope_theta", json!(rope.theta));
         set("rope_scaling", rope::write_scaling(spec, rope));
         let factor = rope.dims as f64 / attention.head_dim as f64;
-        if rope.dims != attention.head_dim || family == "glm4_moe" {
+        if (rope.dims != attention.head_dim && attention.latent.is_none()) || family == "glm4_moe" {
             set("partial_rotary_factor", json!(factor));
         }
         if family == "phi3"
@@ -183,6 +185,7 @@ fn llama_like(spec: &ModelSpec) -> Map<String, Value> {
         }
         None => set("sliding_window", Value::Null),
     }
+    keys.extend(latent::write(attention));
     if let Some(experts) = &spec.experts {
         keys.extend(experts::write(family, experts));
     }

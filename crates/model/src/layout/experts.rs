@@ -113,13 +113,20 @@ fn single_name(family: &str, parameter: &Parameter, expert: u64) -> String {
     renamed.replace(".mlp.", ".block_sparse_moe.")
 }
 
+/// Whether a family's files call what every token goes through `shared_experts`.
+fn has_shared_experts(family: &str) -> bool {
+    matches!(family, "glm4_moe" | "deepseek" | "deepseek_v2" | "deepseek_v3")
+}
+
 /// The name of what is no expert's.
 fn name(family: &str, stacked: bool, parameter: &Parameter) -> String {
     let name = &parameter.name;
     match (family, parameter.role) {
         ("gpt_oss", Role::Router | Role::RouterBias) => name.replace(".mlp.gate.", ".mlp.router."),
         ("mixtral", Role::Router) if !stacked => name.replace(".mlp.", ".block_sparse_moe."),
-        ("glm4_moe" | "deepseek", Role::SharedGateProj | Role::SharedUpProj | Role::SharedDownProj) => {
+        (family, Role::SharedGateProj | Role::SharedUpProj | Role::SharedDownProj)
+            if has_shared_experts(family) =>
+        {
             name.replace(".shared_expert.", ".shared_experts.")
         }
         _ => name.clone(),

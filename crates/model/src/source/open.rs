@@ -146,9 +146,9 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
 }
 
 /// Buffers that old versions of transformers saved, the copy of a tied head, and the layers behind the last that predict further
-/// tokens (GLM 4.5).
+/// tokens (GLM 4.5, DeepSeek-V3).
 fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
-    if spec.architecture == "glm4_moe"
+    if matches!(spec.architecture.as_str(), "glm4_moe" | "deepseek_v3")
         && let Some(layer) = tensor.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next())
         && layer.parse::<u32>().is_ok_and(|layer| layer >= spec.num_layers)
     {

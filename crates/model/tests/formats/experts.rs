@@ -75,7 +75,7 @@ fn configurations_say_what_the_families_are() {
     let glm = experts("glm4-moe");
     assert_eq!(glm.layers, [false, true, true]);
     assert_eq!(glm.shared, Some(SharedExpert { intermediate_size: 24, gated: false }));
-    assert_eq!(glm.router.groups, Some(ExpertGroups { count: 4, chosen: 2 }));
+    assert_eq!(glm.router.groups, Some(ExpertGroups { count: 4, chosen: 2, by_two: true }));
     assert_eq!((glm.router.scoring, glm.router.scale), (Scoring::Sigmoid, 1.5));
     assert!(glm.router.correction && glm.router.normalise);
     assert_eq!(open("glm4-moe").spec().attention.rope.as_ref().unwrap().dims, 4);

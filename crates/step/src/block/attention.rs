@@ -1,12 +1,12 @@
 //! The attention part: projections, norms of heads, rotation, attention itself.
 
-use plimsoll_device::{Attention, AttentionShape, DType, DeviceExt, Position, Tensor};
+use plimsoll_device::{Attention, AttentionShape, DType, DeviceExt, Position, RotatedHeads, Tensor};
 use plimsoll_memory::Tag;
 use plimsoll_model::Role;
 
 use super::parts::{activation_tensor, zeroed};
 use super::saved::{Attended, Qkv, Raw};
-use super::sinks;
+use super::{latent, sinks};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
@@ -22,25 +22,56 @@ pub(super) fn project_qkv(
     weights: &BlockWeights,
     normed: &Tensor,
 ) -> Result<Qkv, StepError> {
-    let project = |weight, bias, name| -> Result<Tensor, StepError> {
-        let linear = weights.linear(weight, Some(bias))?;
-        let out =
-            ctx.device.alloc(ctx.activations, &[normed.rows(), linear.outputs()], Tag::Attention, name)?;
-        linear.forward(ctx, normed, &out, false)?;
-        Ok(out)
-    };
+    if let Some(heads) = latent::Heads::of(ctx) {
+        return heads.project(ctx, weights, normed);
+    }
+    let project = |weight, bias, name| project(ctx, weights, (weight, Some(bias)), normed, name);
     let mut q = project(Role::QProj, Role::QBias, "q")?;
     let mut k = project(Role::KProj, Role::KBias, "k")?;
     let v = project(Role::VProj, Role::VBias, "v")?;
-    let mut raw = None;
+    let (mut raw_q, mut raw_k) = (None, None);
     if ctx.spec.attention.qk_norm.is_some() {
-        let (normed_q, raw_q) = normalise_heads(ctx, weights, Role::QNorm, q)?;
-        let (normed_k, raw_k) = normalise_heads(ctx, weights, Role::KNorm, k)?;
-        (q, k, raw) = (normed_q, normed_k, Some([raw_q, raw_k]));
+        let (normed_q, saw_q) = normalise_heads(ctx, weights, Role::QNorm, q)?;
+        let (normed_k, saw_k) = normalise_heads(ctx, weights, Role::KNorm, k)?;
+        (q, k, raw_q, raw_k) = (normed_q, normed_k, Some(saw_q), Some(saw_k));
     }
-    rotate(ctx, &q, false)?;
-    rotate(ctx, &k, false)?;
-    Ok(Qkv { q, k, v, raw })
+    let heads = RotatedHeads::from_first(ctx.attention.head_dim);
+    rotate(ctx, &q, heads, false)?;
+    rotate(ctx, &k, heads, false)?;
+    Ok(Qkv { q, k, v, raw_q, raw_k })
+}
+
+/// What a linear of attention gives.
+pub(super) fn project(
+    ctx: &Context<'_>,
+    weights: &BlockWeights,
+    (weight, bias): (Role, Option<Role>),
+    x: &Tensor,
+    name: &'static str,
+) -> Result<Tensor, StepError> {
+    let linear = weights.linear(weight, bias)?;
+    let out = ctx.device.alloc(ctx.activations, &[x.rows(), linear.outputs()], Tag::Attention, name)?;
+    linear.forward(ctx, x, &out, false)?;
+    Ok(out)
+}
+
+/// The gradients of such a linear's weights from `dout`, and that of its input: into `dx`, or added to it where it is there.
+pub(super) fn project_backward(
+    ctx: &Context<'_>,
+    weights: &BlockWeights,
+    (weight, bias): (Role, Option<Role>),
+    (x, dout): (&Tensor, &Tensor),
+    dx: Option<Tensor>,
+    gradients: &mut Gradients<'_>,
+) -> Result<Tensor, StepError> {
+    let linear = weights.linear(weight, bias)?;
+    let through = linear.backward_weight(ctx, gradients, dout, x)?;
+    let (out, accumulate) = match dx {
+        Some(out) => (out, true),
+        None => (activation_tensor(ctx, dout.rows(), linear.inputs(), "dnorm")?, false),
+    };
+    linear.backward_input(ctx, through, dout, &out, accumulate)?;
+    Ok(out)
 }
 
 /// x [N, heads * D] with every head, or all heads of a token, normalised; and x itself.
@@ -79,21 +110,31 @@ fn in_rows(x: &Tensor, norm: &Norm<'_>) -> Result<Tensor, StepError> {
     reshaped(x, &[x.elements() / width, width])
 }
 
-fn rotate(ctx: &Context<'_>, x: &Tensor, inverse: bool) -> Result<(), StepError> {
+/// Turns heads to where their tokens stand, or back.
+pub(super) fn rotate(
+    ctx: &Context<'_>,
+    x: &Tensor,
+    heads: RotatedHeads,
+    inverse: bool,
+) -> Result<(), StepError> {
     let Some(RopeTable { cos, sin }) = ctx.rope else { return Ok(()) };
-    let head_dim = ctx.attention.head_dim;
     let positions = ctx.ropes.rows().unwrap_or(ctx.positions);
-    ctx.device.run(Position::Rope { x, positions, cos, sin, head_dim, inverse })?;
+    ctx.device.run(Position::Rope { x, positions, cos, sin, heads, inverse })?;
     Ok(())
 }
 
 /// Attention of the queries over the keys and values, beside the sinks of heads where there are any.
 pub(crate) fn attend(ctx: &Context<'_>, qkv: &Qkv, sinks: Option<&Tensor>) -> Result<Attended, StepError> {
-    match (ctx.chunk, ctx.around) {
-        (Some(chunk), _) => return chunk.keys.attend(chunk.turn, ctx, (qkv, sinks)),
-        (None, Some(around)) => return around.attend(ctx, qkv, sinks),
-        (None, None) => {}
-    }
+    let attended = match (ctx.chunk, ctx.around) {
+        (Some(chunk), _) => chunk.keys.attend(chunk.turn, ctx, (qkv, sinks))?,
+        (None, Some(around)) => around.attend(ctx, qkv, sinks)?,
+        (None, None) => attend_whole(ctx, qkv, sinks)?,
+    };
+    Ok(Attended { out: latent::narrowed(ctx, attended.out)?, ..attended })
+}
+
+/// The same of sequences that are there as a whole.
+fn attend_whole(ctx: &Context<'_>, qkv: &Qkv, sinks: Option<&Tensor>) -> Result<Attended, StepError> {
     let out = attended(ctx, qkv)?;
     let (lse, probabilities) = attend_into(ctx, [&qkv.q, &qkv.k, &qkv.v], sinks, &out, ctx.attention)?;
     Ok(Attended { out, lse, probabilities })
@@ -147,7 +188,7 @@ pub(super) fn project_out(
     accumulate: bool,
 ) -> Result<(), StepError> {
     let o_proj = weights.linear(Role::OProj, Some(Role::OBias))?;
-    o_proj.forward(ctx, attended, out, accumulate)
+    o_proj.forward(ctx, &latent::narrowed(ctx, attended.clone())?, out, accumulate)
 }
 
 /// Returns the gradient of the attention's normed input `[N, H]`.
@@ -169,33 +210,31 @@ pub(super) fn backward(
     let dout = alloc(&attended.out, "dattention")?;
     o_proj.backward_input(ctx, through, dx, &dout, false)?;
     sinks::backward(ctx, weights, &attended, &dout, gradients)?;
-    let raw = qkv.raw.clone();
+    let (dout, attended) = latent::widened_attended(ctx, dout, attended)?;
+    let (raw_q, raw_k) = (qkv.raw_q.clone(), qkv.raw_k.clone());
     let [dq, dk, dv] = match (ctx.chunk, ctx.around) {
         (Some(chunk), _) => chunk.keys.backward(chunk.turn, ctx, &qkv, &attended, &dout)?,
         (None, Some(around)) => around.backward(ctx, &qkv, &attended, &dout)?,
         (None, None) => whole_backward(ctx, &qkv, &attended, &dout)?,
     };
     drop((dout, attended, qkv));
-    rotate(ctx, &dq, true)?;
-    rotate(ctx, &dk, true)?;
-    let [dq, dk] = match raw {
-        None => [dq, dk],
-        Some([q, k]) => [
-            heads_norm_backward(ctx, weights, Role::QNorm, q, &dq, gradients)?,
-            heads_norm_backward(ctx, weights, Role::KNorm, k, &dk, gradients)?,
-        ],
+    if let Some(heads) = latent::Heads::of(ctx) {
+        return heads.backward(ctx, weights, [raw_q, raw_k], [dq, dk, dv], normed, gradients);
+    }
+    let heads = RotatedHeads::from_first(ctx.attention.head_dim);
+    rotate(ctx, &dq, heads, true)?;
+    rotate(ctx, &dk, heads, true)?;
+    let mut through_norm = |role, raw: Option<Raw>, gradient: Tensor| match raw {
+        None => Ok(gradient),
+        Some(raw) => heads_norm_backward(ctx, weights, role, raw, &gradient, gradients),
     };
+    let (dq, dk) = (through_norm(Role::QNorm, raw_q, dq)?, through_norm(Role::KNorm, raw_k, dk)?);
     let mut dnormed = None;
     for (gradient, weight, bias) in
         [(dq, Role::QProj, Role::QBias), (dk, Role::KProj, Role::KBias), (dv, Role::VProj, Role::VBias)]
     {
-        let linear = weights.linear(weight, Some(bias))?;
-        let through = linear.backward_weight(ctx, gradients, &gradient, normed)?;
-        let (out, accumulate) = match dnormed.take() {
-            Some(out) => (out, true),
-            None => (activation_tensor(ctx, rows, linear.inputs(), "dnorm")?, false),
-        };
-        linear.backward_input(ctx, through, &gradient, &out, accumulate)?;
+        let own = (normed, &gradient);
+        let out = project_backward(ctx, weights, (weight, Some(bias)), own, dnormed.take(), gradients)?;
         dnormed = Some(out);
     }
     dnormed.ok_or(StepError::MissingWeight { block: weights.block(), role: Role::QProj })

@@ -16,9 +16,9 @@ mod ranks;
 mod shared;
 mod zero_computation;
 
-use plimsoll_device::{Capacity, DType, DeviceExt, Elementwise, Router, Routing, Tensor};
+use plimsoll_device::{Capacity, DType, DeviceExt, Elementwise, Router, RouterGroups, Routing, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_model::{ExpertsSpec, FeedForwardRoles, Role, Scoring};
+use plimsoll_model::{ExpertGroups, ExpertsSpec, FeedForwardRoles, Role, Scoring};
 
 use super::mlp::{
     FeedForward, SavedWithin, activated, activated_in_place, activation_backward, down_backward,
@@ -298,7 +298,11 @@ impl<'e, 'c> Experts<'e, 'c> {
             sigmoid: router.scoring == Scoring::Sigmoid,
             normalise: router.normalise,
             scale: router.scale as f32,
-            groups: router.groups.map(|groups| (groups.count, groups.chosen)),
+            groups: router.groups.map(|ExpertGroups { count, chosen, by_two }| RouterGroups {
+                count,
+                chosen,
+                by_two,
+            }),
         }
     }
 

@@ -56,8 +56,10 @@ pub(crate) struct Qkv {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
-    /// What the norms of queries and keys saw, where there are any.
-    pub raw: Option<[Raw; 2]>,
+    /// What the norm of queries saw, where there is one; in latent attention that of the vector that they are made of.
+    pub raw_q: Option<Raw>,
+    /// The same of keys.
+    pub raw_k: Option<Raw>,
 }
 
 /// The input of a norm that is not the residual stream, and its statistics.
@@ -74,7 +76,7 @@ pub(crate) struct Summed {
     pub raw: Option<Raw>,
 }
 
-/// The attention's output `[N, Q]` and log-sum-exp `[batch, heads, q_len]`, and its probabilities
+/// The attention's output `[N, Q]`, of heads as wide as values are, and log-sum-exp `[batch, heads, q_len]`, and its probabilities
 /// `[batch, heads, q_len, kv_len]` where scores are written out.
 #[derive(Clone)]
 pub(crate) struct Attended {
@@ -121,7 +123,7 @@ impl Activations for Raw {
 
 impl Activations for Qkv {
     fn tensors(&mut self) -> Vec<&mut Tensor> {
-        let raw = self.raw.iter_mut().flatten().map(|raw| &mut raw.x);
+        let raw = self.raw_q.iter_mut().chain(&mut self.raw_k).map(|raw| &mut raw.x);
         [&mut self.q, &mut self.k, &mut self.v].into_iter().chain(raw).collect()
     }
 }

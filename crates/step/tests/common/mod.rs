@@ -16,9 +16,9 @@ use plimsoll_device::{
 };
 use plimsoll_memory::{Arena, Loan};
 use plimsoll_model::{
-    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, MlpSpec, ModelSpec, NormKind, NormPlacement,
-    NormSpec, Parameter, ParameterKind, QkNorm, RopeSpec, RouterSpec, Scoring, SharedExpert, SlidingWindow,
-    ZeroComputationSpec,
+    Activation, AttentionSpec, ExpertGroups, ExpertsSpec, LatentAttention, MlpSpec, ModelSpec, NormKind,
+    NormPlacement, NormSpec, Parameter, ParameterKind, QkNorm, RopeSpec, RouterSpec, Scoring, SharedExpert,
+    SlidingWindow, ZeroComputationSpec,
 };
 use plimsoll_parallel::Solo;
 use plimsoll_step::{
@@ -139,7 +139,7 @@ pub fn grouped_mixture() -> ModelSpec {
         scoring: Scoring::Sigmoid,
         normalise: true,
         scale: 1.5,
-        groups: Some(ExpertGroups { count: 3, chosen: 2 }),
+        groups: Some(ExpertGroups { count: 3, chosen: 2, by_two: true }),
         correction: true,
         bias: false,
         balance_loss: 0.0,
@@ -212,8 +212,20 @@ pub fn biased_mixture() -> ModelSpec {
     }
 }
 
+/// DeepSeek-V3's: latent attention whose values are narrower than keys, before its experts.
+pub fn latent_mixture() -> ModelSpec {
+    let rope = RopeSpec { dims: 4, ..RopeSpec::plain(10, 1000.0) };
+    let latent = LatentAttention { query_rank: Some(14), kv_rank: 9, value_dim: 6 };
+    ModelSpec {
+        attention: AttentionSpec { latent: Some(latent), ..AttentionSpec::plain(4, 4, 10, rope) },
+        experts: grouped_mixture().experts,
+        tie_word_embeddings: false,
+        ..llama()
+    }
+}
+
 /// A block of every kind.
-pub fn families() -> [ModelSpec; 9] {
+pub fn families() -> [ModelSpec; 10] {
     [
         llama(),
         biased(),
@@ -224,6 +236,7 @@ pub fn families() -> [ModelSpec; 9] {
         grouped_mixture(),
         moe_plus_plus(),
         biased_mixture(),
+        latent_mixture(),
     ]
 }
 

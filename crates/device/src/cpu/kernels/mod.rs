@@ -14,6 +14,7 @@ pub(super) mod dropout;
 pub(super) mod elementwise;
 pub(super) mod embedding;
 pub(super) mod fp8;
+pub(super) mod heads;
 pub(super) mod int8;
 pub(super) mod layer_norm;
 mod math;

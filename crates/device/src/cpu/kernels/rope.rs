@@ -1,4 +1,4 @@
-//! Rotary position embedding (Su et al. 2021), the half-split layout: pairs (i, i + D/2).
+//! Rotary position embedding (Su et al. 2021): pairs (i, i + R/2), or (2 i, 2 i + 1).
 
 use half::{bf16, f16};
 
@@ -6,6 +6,7 @@ use super::rounding::to_bf16;
 use super::simd::{mul_add, per_isa};
 use super::split::{SharedFloats, for_each_part};
 use super::{Exec, FloatsMut, rows_per_task};
+use crate::RotatedHeads;
 
 /// Cosines and sines [P, R/2] of the angles of P positions.
 #[derive(Clone, Copy)]
@@ -16,14 +17,14 @@ pub(in crate::cpu) struct Angles<'a> {
     pub pairs: usize,
 }
 
-/// Rotates the first R values of every head of x [N, heads * head_dim] in place by the angles of its row's position,
-/// all of which are below P; back where `inverse`.
+/// Rotates R values of every head of x [N, heads * D] in place by the angles of its row's position, all of which are below P; back
+/// where `inverse`.
 pub(in crate::cpu) fn rope(
     exec: Exec<'_>,
     x: FloatsMut<'_>,
     positions: &[u32],
     angles: Angles<'_>,
-    head_dim: usize,
+    heads: RotatedHeads,
     inverse: bool,
 ) {
     if angles.pairs == 0 {
@@ -38,9 +39,9 @@ pub(in crate::cpu) fn rope(
             let at = position as usize * angles.pairs;
             let (cos, sin) = (&angles.cos[at..at + angles.pairs], &angles.sin[at..at + angles.pairs]);
             match x.row(row, columns) {
-                FloatsMut::F32(x) => rotate(exec.simd, x, cos, sin, head_dim, sign),
-                FloatsMut::Bf16(x) => rotate(exec.simd, x, cos, sin, head_dim, sign),
-                FloatsMut::F16(x) => rotate(exec.simd, x, cos, sin, head_dim, sign),
+                FloatsMut::F32(x) => rotate(exec.simd, x, cos, sin, heads, sign),
+                FloatsMut::Bf16(x) => rotate(exec.simd, x, cos, sin, heads, sign),
+                FloatsMut::F16(x) => rotate(exec.simd, x, cos, sin, heads, sign),
             }
         }
     });
@@ -90,7 +91,7 @@ impl Element for f16 {
 
 per_isa! {
     /// Rotates each head of a row.
-    fn rotate<E: Element>(x: &mut [E], cos: &[f32], sin: &[f32], head_dim: usize, sign: f32) = rotate_body
+    fn rotate<E: Element>(x: &mut [E], cos: &[f32], sin: &[f32], heads: RotatedHeads, sign: f32) = rotate_body
 }
 
 #[inline(always)]
@@ -98,15 +99,27 @@ fn rotate_body<E: Element, const FMA: bool>(
     x: &mut [E],
     cos: &[f32],
     sin: &[f32],
-    head_dim: usize,
+    heads: RotatedHeads,
     sign: f32,
 ) {
-    for head in x.chunks_exact_mut(head_dim) {
-        let (lower, upper) = head.split_at_mut(cos.len());
+    let turn = |a: &mut E, b: &mut E, cos: f32, sin: f32| {
+        let (x, y, sin) = (a.widen(), b.widen(), sin * sign);
+        *a = E::narrow(mul_add::<FMA>(x, cos, -(y * sin)));
+        *b = E::narrow(mul_add::<FMA>(y, cos, x * sin));
+    };
+    let first = heads.first as usize;
+    for head in x.chunks_exact_mut(heads.dim as usize) {
+        let rotated = &mut head[first..first + 2 * cos.len()];
+        if heads.interleaved {
+            for ((pair, cos), sin) in rotated.as_chunks_mut().0.iter_mut().zip(cos).zip(sin) {
+                let [a, b] = pair;
+                turn(a, b, *cos, *sin);
+            }
+            continue;
+        }
+        let (lower, upper) = rotated.split_at_mut(cos.len());
         for (((a, b), cos), sin) in lower.iter_mut().zip(upper).zip(cos).zip(sin) {
-            let (x, y, sin) = (a.widen(), b.widen(), sin * sign);
-            *a = E::narrow(mul_add::<FMA>(x, *cos, -(y * sin)));
-            *b = E::narrow(mul_add::<FMA>(y, *cos, x * sin));
+            turn(a, b, *cos, *sin);
         }
     }
 }

@@ -9,7 +9,7 @@ use super::split::{Shared, SharedFloats, for_each_part};
 use super::storage::{Tile, tiles};
 use super::{Exec, Floats, FloatsMut, rows_per_task};
 use crate::op::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, NOWHERE};
-use crate::{Capacity, LoadRatio, Router};
+use crate::{Capacity, LoadRatio, Router, RouterGroups};
 
 /// The scores of one token.
 struct Scores([f32; MAX_EXPERTS as usize]);
@@ -70,8 +70,8 @@ pub(in crate::cpu) fn choose(
             if let Some(added) = added {
                 scores.iter_mut().zip(added).for_each(|(score, more)| *score += more);
             }
-            if let Some((groups, chosen)) = router.groups {
-                keep_groups(scores, groups as usize, chosen as usize);
+            if let Some(groups) = router.groups {
+                keep_groups(scores, groups);
             }
             best(scores, choice);
         }
@@ -99,11 +99,12 @@ fn best(scores: &[f32], chosen: &mut [u32]) {
 }
 
 /// Leaves no score to experts outside the best groups.
-fn keep_groups(scores: &mut [f32], groups: usize, chosen: usize) {
+fn keep_groups(scores: &mut [f32], RouterGroups { count, chosen, by_two }: RouterGroups) {
+    let (groups, chosen, counted) = (count as usize, chosen as usize, if by_two { 2 } else { 1 });
     let size = scores.len() / groups;
     let of_group = |group: &[f32]| {
         let mut two = [0u32; 2];
-        let two = &mut two[..size.min(2)];
+        let two = &mut two[..size.min(counted)];
         best(group, two);
         two.iter().map(|place| group[*place as usize]).sum::<f32>()
     };

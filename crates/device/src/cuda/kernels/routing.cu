@@ -9,7 +9,7 @@ struct RouterOf {
     u64 groups, groups_chosen;
     u32 sigmoid, normalise;
     float scale;
-    u32 unused;
+    u32 by_two;
 };
 
 // ---- a token's scores ----
@@ -41,8 +41,8 @@ __device__ inline u64 rank_of(float x, u64 place) {
 }
 __device__ inline u64 place_of(u64 rank) { return (u32)~rank; }
 
-// The best two of a group, together.
-__device__ inline float best_two(const float* scores, u64 size) {
+// The best of a group, or the best two together.
+__device__ inline float best_of_group(const float* scores, u64 size, u32 by_two) {
     u64 first = 0, second = 0;
     for (u64 e = 0; e < size; e++) {
         u64 rank = rank_of(scores[e], e);
@@ -54,7 +54,7 @@ __device__ inline float best_two(const float* scores, u64 size) {
         }
     }
     float sum = scores[place_of(first)];
-    return second ? sum + scores[place_of(second)] : sum;
+    return by_two && second ? sum + scores[place_of(second)] : sum;
 }
 
 // The largest of all ranks is taken out, and is the answer.
@@ -88,7 +88,8 @@ KERNEL(route, const float* flag, const float* logits, View correction, RouterOf 
         __syncthreads();
         if (router.groups) {
             u64 size = experts / router.groups;
-            EACH_OF_BLOCK(g, router.groups) of_groups[g] = rank_of(best_two(scores + g * size, size), g);
+            EACH_OF_BLOCK(g, router.groups) of_groups[g] = 
+                    rank_of(best_of_group(scores + g * size, size, router.by_two), g);
             __syncthreads();
             for (u64 taken = 0; taken < router.groups_chosen; taken++) take_best(of_groups, router.groups, scratch);
             // What is left there was not chosen.

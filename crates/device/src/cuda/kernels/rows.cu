@@ -105,16 +105,41 @@ KERNEL(add_partials, const float* flag, const float* partials, u64 pieces, u64 s
 }
 
 KERNEL(rope, const float* flag, View x, const u32* positions, const float* cosines, const float* sines, u64 table_rows,
-       u64 rows, u64 heads, u64 head_dim, u64 pairs, u32 inverse) {
+       u64 rows, u64 heads, u64 head_dim, u64 first, u64 pairs, u32 interleaved, u32 inverse) {
     if (skipped(flag)) return;
     EACH(i, rows * heads * pairs) {
         u64 pair = i % pairs, head = i / pairs % heads, row = i / pairs / heads, position = positions[row];
         if (position >= table_rows) continue;
-        u64 low = (row * heads + head) * head_dim + pair, high = low + pairs;
+        u64 begin = (row * heads + head) * head_dim + first;
+        u64 low = begin + (interleaved ? 2 * pair : pair), high = low + (interleaved ? 1 : pairs);
         float a = load(x, low), b = load(x, high), c = cosines[position * pairs + pair];
         float s = sines[position * pairs + pair] * (inverse ? -1.0f : 1.0f);
         store(x, low, a * c - b * s);
         store(x, high, b * c + a * s);
+    }
+}
+
+// to[n, h, i] = from[n, h, i].
+KERNEL(copy_heads, const float* flag, View from, u64 from_columns, u64 from_first, u64 from_stride, View to, u64 to_columns,
+       u64 to_first, u64 to_stride, u64 rows, u64 heads, u64 width) {
+    if (skipped(flag)) return;
+    EACH(i, rows * heads * width) {
+        u64 place = i % width, head = i / width % heads, row = i / width / heads;
+        store(to, row * to_columns + to_first + head * to_stride + place,
+              load(from, row * from_columns + from_first + head * from_stride + place));
+    }
+}
+
+// to[n, i] = the sum over h of from[n, h, i], in order.
+KERNEL(sum_heads, const float* flag, View from, u64 from_columns, u64 from_first, u64 from_stride, View to, u64 to_columns,
+       u64 to_first, u64 rows, u64 heads, u64 width) {
+    if (skipped(flag)) return;
+    EACH(i, rows * width) {
+        u64 place = i % width, row = i / width;
+        float sum = 0.0f;
+        for (u64 head = 0; head < heads; head++)
+            sum += load(from, row * from_columns + from_first + head * from_stride + place);
+        store(to, row * to_columns + to_first + place, sum);
     }
 }
 

@@ -23,7 +23,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 104] = [
+pub(super) const KERNELS: [&str; 106] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -64,6 +64,7 @@ pub(super) const KERNELS: [&str; 104] = [
     "clip_factor",
     "column_sums",
     "combine_rows",
+    "copy_heads",
     "count_experts",
     "cross_entropy",
     "dequantize_int8",
@@ -119,6 +120,7 @@ pub(super) const KERNELS: [&str; 104] = [
     "sgd",
     "softmax_parts",
     "start_experts",
+    "sum_heads",
     "sum_partials",
     "weigh",
     "weigh_backward",
@@ -165,6 +167,7 @@ pub(super) fn lower(
         Op::Elementwise(op) => elementwise::elementwise(op, emit),
         Op::Embedding(op) => rows::embedding(op, emit),
         Op::GroupedProduct(op) => grouped::product(op, emit),
+        Op::Heads(op) => rows::heads(op, emit),
         Op::Loss(op) => loss::loss(op, emit),
         Op::Magnitude(op) => rows::magnitude(op, emit),
         Op::Norm(op) => rows::norm(op, emit),

@@ -8,7 +8,7 @@ use crate::{LoadRatio, Router, Routing, Tensor, ZeroComputation, ZeroExperts};
 
 plain! {
     /// How scores and weights are made: `RouterOf` of the kernels.
-    RouterOf { groups: u64, groups_chosen: u64, sigmoid: u32, normalise: u32, scale: f32, unused: u32 }
+    RouterOf { groups: u64, groups_chosen: u64, sigmoid: u32, normalise: u32, scale: f32, by_two: u32 }
     /// Where the experts without matrices begin, which give something: `ZeroExpertsOf` of the kernels.
     ZeroExpertsOf { copies: u64, constants: u64, end: u64 }
 }
@@ -16,9 +16,10 @@ plain! {
 impl From<Router> for RouterOf {
     fn from(router: Router) -> RouterOf {
         let Router { sigmoid, normalise, scale, groups } = router;
-        let (groups, groups_chosen) = groups.unwrap_or((0, 0));
+        let (groups, groups_chosen, by_two) =
+            groups.map_or((0, 0, false), |groups| (groups.count, groups.chosen, groups.by_two));
         let [sigmoid, normalise] = [sigmoid, normalise].map(u32::from);
-        RouterOf { groups, groups_chosen, sigmoid, normalise, scale, unused: 0 }
+        RouterOf { groups, groups_chosen, sigmoid, normalise, scale, by_two: u32::from(by_two) }
     }
 }
 
@@ -34,7 +35,7 @@ pub(super) fn routing(op: Routing<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
     match op {
         Routing::Choose { logits, correction, router, choice } => {
             let (tokens, experts) = (logits.rows(), logits.columns());
-            let groups = router.groups.map_or(0, |(groups, _)| groups);
+            let groups = router.groups.map_or(0, |groups| groups.count);
             let kernel = emit.kernel("route", row_blocks(tokens)).shared(shared(experts * 12 + groups * 8));
             let kernel = kernel.with(emit.address(logits));
             let kernel = kernel.with(correction.map_or(View::NONE, |correction| emit.view(correction)));

@@ -4,7 +4,7 @@ use super::grouped::{check, groups_of};
 use super::parameters::{Emit, Rounding, View, row_blocks, vector_blocks};
 use super::{Summed, sum_rows};
 use crate::cuda::CudaError;
-use crate::{Embedding, Magnitude, Norm, Position, Tensor};
+use crate::{Embedding, HeadColumns, Heads, Magnitude, Norm, Position, Tensor};
 
 pub(super) fn norm(op: Norm<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     match op {
@@ -49,14 +49,26 @@ fn backward(
 }
 
 pub(super) fn position(op: Position<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
-    let Position::Rope { x, positions, cos, sin, head_dim, inverse } = op;
+    let Position::Rope { x, positions, cos, sin, heads: rotated, inverse } = op;
     emit.check("position", positions, cos.rows(), cos, false)?;
-    let (rows, heads, pairs) = (x.rows(), x.columns() / head_dim.max(1), cos.columns());
+    let (rows, heads, pairs) = (x.rows(), x.columns() / rotated.dim.max(1), cos.columns());
     let kernel = emit.kernel("rope", vector_blocks(rows * heads * pairs)).with(emit.view(x));
     let kernel = [positions, cos, sin].into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
-    let numbers = [cos.rows(), rows, heads, head_dim, pairs];
+    let numbers = [cos.rows(), rows, heads, rotated.dim, rotated.first, pairs];
     let kernel = numbers.into_iter().fold(kernel, super::Launch::with);
-    emit.launch(kernel.with(u32::from(inverse)))
+    emit.launch(kernel.with(u32::from(rotated.interleaved)).with(u32::from(inverse)))
+}
+
+pub(super) fn heads(op: Heads<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
+    let (name, written, HeadColumns { tensor: x, first, stride }, to, heads, width) = match op {
+        Heads::Copy { from, to, heads, width } => ("copy_heads", heads, from, to, heads, width),
+        Heads::Sum { from, to, heads, width } => ("sum_heads", 1, from, to, heads, width),
+    };
+    let kernel = emit.kernel(name, vector_blocks(x.rows() * written * width)).with(emit.view(x));
+    let kernel = kernel.with(x.columns()).with(first).with(stride).with(emit.view(to.tensor));
+    let kernel = kernel.with(to.tensor.columns()).with(to.first);
+    let kernel = if matches!(op, Heads::Copy { .. }) { kernel.with(to.stride) } else { kernel };
+    emit.launch(kernel.with(x.rows()).with(heads).with(width))
 }
 
 pub(super) fn embedding(op: Embedding<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {

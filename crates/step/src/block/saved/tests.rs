@@ -52,9 +52,9 @@ fn every_tensor_that_is_worth_it_is_compressed_and_sent_away() {
         assert_eq!(kept(dry, ctx, small), (1, 0));
         assert_eq!(kept(dry, ctx, || Normed { out: large(), statistics: Some(statistics()) }), (1, 1));
         assert_eq!(kept(dry, ctx, raw), (1, 1));
-        let qkv = |raw| Qkv { q: large(), k: large(), v: small(), raw };
-        assert_eq!(kept(dry, ctx, || qkv(None)), (3, 2));
-        assert_eq!(kept(dry, ctx, || qkv(Some([raw(), raw()]))), (5, 4));
+        let qkv = |raw_q, raw_k| Qkv { q: large(), k: large(), v: small(), raw_q, raw_k };
+        assert_eq!(kept(dry, ctx, || qkv(None, None)), (3, 2));
+        assert_eq!(kept(dry, ctx, || qkv(Some(raw()), Some(raw()))), (5, 4));
         assert_eq!(kept(dry, ctx, || Summed { stream: large(), raw: None }), (1, 1));
         assert_eq!(kept(dry, ctx, || Summed { stream: large(), raw: Some(raw()) }), (2, 2));
         let attended = |probabilities| Attended { out: large(), lse: large(), probabilities };
