@@ -39,7 +39,7 @@ fn report(run: &Path) -> Value {
 }
 
 /// What is trained, with what is set for it.
-const RUNS: [(&str, &[&str]); 7] = [
+const RUNS: [(&str, &[&str]); 8] = [
     ("full", &["training.mixed_precision=f32"]),
     ("bf16", &["training.mixed_precision=bf16"]),
     ("8bit", &["training.mixed_precision=f32", "training.optimizer=adamw_8bit"]),
@@ -59,6 +59,16 @@ const RUNS: [(&str, &[&str]); 7] = [
             "training.expert_capacity_factor=0.8",
             "training.router_z_loss_coef=0.001",
             "training.router_jitter_noise=0.01",
+        ],
+    ),
+    (
+        "latent",
+        &[
+            "training.mixed_precision=f32",
+            "model.from_scratch.architecture=deepseek_v3",
+            "model.from_scratch.num_experts=4",
+            "model.from_scratch.v_head_dim=6",
+            "model.from_scratch.q_lora_rank=12",
         ],
     ),
 ];

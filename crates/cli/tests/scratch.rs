@@ -5,8 +5,19 @@ mod support;
 use serde_json::Value;
 use support::{folder, ok, plimsoll, text};
 
-const FAMILIES: [&str; 10] =
-    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2", "phi3", "olmo2"];
+const FAMILIES: [&str; 11] = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "phi3",
+    "olmo2",
+    "deepseek_v3",
+];
 
 fn set(values: &[&str]) -> Vec<String> {
     values.iter().flat_map(|value| ["--set".to_owned(), (*value).to_owned()]).collect()
@@ -23,6 +34,9 @@ fn every_family_trains_is_saved_and_loads_again() {
             &format!("output.dir={out}"),
             "training.steps=2",
         ]);
+        let experts =
+            if family == "deepseek_v3" { set(&["model.from_scratch.num_experts=4"]) } else { Vec::new() };
+        let values = [values, experts].concat();
         let arguments: Vec<&str> =
             ["train", "c.yaml", "--json"].into_iter().chain(values.iter().map(String::as_str)).collect();
         let report: Value = serde_json::from_str(&ok(folder.path(), &arguments)).unwrap();

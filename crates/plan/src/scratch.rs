@@ -138,14 +138,57 @@ fn keys(sizes: &FromScratchConfig, vocab_size: u64, sequence_length: u64) -> Res
         "tie_word_embeddings": tied,
         "initializer_range": sizes.initializer_range(),
     });
-    for (key, value) in experts::keys(sizes, intermediate_size, layers)? {
+    let latent = latent_keys(sizes, head_dim, hidden_size)?;
+    for (key, value) in experts::keys(sizes, intermediate_size, layers)?.into_iter().chain(latent) {
         keys[key] = value;
     }
     Ok(keys)
 }
 
+/// Keys of latent attention; none for a family without it.
+fn latent_keys(
+    sizes: &FromScratchConfig,
+    head_dim: u64,
+    hidden_size: u64,
+) -> Result<Vec<(&'static str, Value)>, OriginError> {
+    let architecture = sizes.architecture();
+    let given = [
+        ("qk_rope_head_dim", sizes.qk_rope_head_dim),
+        ("v_head_dim", sizes.v_head_dim),
+        ("kv_lora_rank", sizes.kv_lora_rank),
+        ("q_lora_rank", sizes.q_lora_rank),
+    ];
+    let wrong = |key, reason: String| Err(SpecError { key, reason }.into());
+    if architecture != Architecture::DeepseekV3 {
+        return match given.into_iter().find(|(_, size)| size.is_some()) {
+            None => Ok(Vec::new()),
+            Some((key, _)) => {
+                wrong(key, format!("{} has none; deepseek_v3 has: set architecture", architecture.name()))
+            }
+        };
+    }
+    if sizes.num_key_value_heads.is_some_and(|heads| Some(heads) != sizes.num_attention_heads) {
+        let reason = "in deepseek_v3 every head has keys and values of its own".to_owned();
+        return wrong("num_key_value_heads", reason);
+    }
+    let rotated = sizes.qk_rope_head_dim.unwrap_or(head_dim.div_ceil(2).next_multiple_of(2));
+    if rotated >= head_dim {
+        let reason = format!("{rotated} of the {head_dim} values of a head leave none that is not rotated");
+        return wrong("qk_rope_head_dim", reason);
+    }
+    Ok(vec![
+        ("qk_rope_head_dim", json!(rotated)),
+        ("qk_nope_head_dim", json!(head_dim - rotated)),
+        ("v_head_dim", json!(sizes.v_head_dim.unwrap_or(head_dim))),
+        ("kv_lora_rank", json!(sizes.kv_lora_rank.unwrap_or(hidden_size.div_ceil(4)))),
+        ("q_lora_rank", json!(sizes.q_lora_rank)),
+    ])
+}
+
 #[cfg(test)]
 mod tests {
+    use plimsoll_model::LatentAttention;
+
     use super::*;
 
     fn found(more: &str) -> Result<ModelSpec, String> {
@@ -172,6 +215,10 @@ mod tests {
         assert!(
             gemma.attention.qk_norm.is_some() && gemma.norm.one_plus_weight && !gemma.tie_word_embeddings
         );
+        let latent = "architecture: deepseek_v3, num_experts: 4, head_dim: 10, q_lora_rank: 6, v_head_dim: 7";
+        let attention = found(latent).unwrap().attention;
+        let widths = LatentAttention { query_rank: Some(6), kv_rank: 8, value_dim: 7 };
+        assert_eq!((attention.latent, attention.rotated_dim()), (Some(widths), 6));
         let llama = found("head_dim: 16, rope_theta: 5e5, rms_norm_eps: 1e-6, vocab_size: 300").unwrap();
         assert_eq!((llama.q_size(), llama.vocab_size, llama.norm.epsilon), (64, 300, 1e-6));
     }
@@ -219,6 +266,16 @@ mod tests {
                 "zero_experts: mixtral has none; moe has",
             ),
             ("tau: 0.5", "tau: llama has none; moe has"),
+            ("kv_lora_rank: 8", "kv_lora_rank: llama has none; deepseek_v3 has"),
+            ("architecture: deepseek_v3, num_experts: 4, qk_rope_head_dim: 8", "8 of the 8 values of a head"),
+            (
+                "architecture: deepseek_v3, num_experts: 4, v_head_dim: 9",
+                "values of 9 are wider than keys of 8",
+            ),
+            (
+                "architecture: deepseek_v3, num_experts: 4, num_key_value_heads: 2",
+                "keys and values of its own",
+            ),
             ("architecture: mixtral, num_experts: 4, norm_topk_prob: false", "norm_topk_prob"),
             ("architecture: olmoe, num_experts: 4, dense_layers: 1", "dense_layers: in olmoe"),
             ("architecture: olmoe, num_experts: 4, num_experts_per_token: 5", "5 of 4 experts"),

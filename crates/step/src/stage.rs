@@ -257,6 +257,8 @@ impl Stage {
             // They take other micro-batches.
             (LayerParts::Experts, _)
             | (_, Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _)) => true,
+            // What latent attention makes of a vector is of some heads.
+            (_, Role::QDownProj | Role::KvDownProj) => true,
             (LayerParts::Products { rows }, role) => rows && role.group() == ParameterGroup::Norms,
         };
         self.tensors > 1 && of_part && self.split(p) == Split::Whole
@@ -319,12 +321,14 @@ impl Split {
 
     /// How they have what has this role, where it does not belong to experts.
     pub fn of(role: Role) -> Split {
-        use Adapted::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
+        use Adapted::{DownProj, GateProj, KProj, KvUpProj, OProj, QProj, QUpProj, UpProj, VProj};
         use Adapted::{SharedDownProj, SharedGateProj, SharedUpProj};
         match role {
             Role::QProj
             | Role::KProj
             | Role::VProj
+            | Role::QUpProj
+            | Role::KvUpProj
             | Role::QBias
             | Role::KBias
             | Role::VBias
@@ -339,7 +343,8 @@ impl Split {
             | Role::LmHead
             | Role::Lora(
                 LoraPart::B,
-                QProj | KProj | VProj | GateProj | UpProj | SharedGateProj | SharedUpProj,
+                QProj | KProj | VProj | QUpProj | KvUpProj | GateProj | UpProj | SharedGateProj
+                | SharedUpProj,
             ) => Split::Rows,
             Role::OProj
             | Role::DownProj

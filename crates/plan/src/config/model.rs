@@ -35,13 +35,13 @@ section! {
         /// Inner width of the feed-forward part.
         intermediate_size: u64, "none; required", COUNT;
         /// Experts of a block, in a mixture of experts.
-        num_experts: u64, "none; required for mixtral, qwen2_moe, qwen3_moe, olmoe, glm4_moe and moe", EXPERTS;
+        num_experts: u64, "none; required for mixtral, qwen2_moe, qwen3_moe, olmoe, glm4_moe, deepseek_v3 and moe", EXPERTS;
         /// Experts that a token goes to.
         num_experts_per_token: u64 = 2, TOKEN_EXPERTS;
         /// Inner width of an expert; in mixtral and olmoe it is intermediate_size.
         expert_intermediate_size: u64, "intermediate_size", COUNT;
         /// Experts that every token goes through besides, as one of their width together.
-        shared_experts: u64, "1 in qwen2_moe and glm4_moe, else 0", SHARED_EXPERTS;
+        shared_experts: u64, "1 in qwen2_moe, glm4_moe and deepseek_v3, else 0", SHARED_EXPERTS;
         /// Experts that give nothing, among which routers of moe choose as well (MoE++).
         zero_experts: u64 = 0, SHARED_EXPERTS;
         /// Experts that give their input, in moe.
@@ -55,17 +55,25 @@ section! {
         /// The first blocks, which have a feed-forward part and no experts.
         dense_layers: u64 = 0, LAYERS_OR_NONE;
         /// Whether the weights of a token's experts are divided by their sum.
-        norm_topk_prob: bool, "true for mixtral, qwen3_moe and glm4_moe, else false";
+        norm_topk_prob: bool, "true for mixtral, qwen3_moe, glm4_moe and deepseek_v3, else false";
         /// Factor on the load-balancing loss.
-        router_aux_loss_coef: f64, "0.01; 0 for glm4_moe", NOT_NEGATIVE;
+        router_aux_loss_coef: f64, "0.01; 0 for glm4_moe and deepseek_v3", NOT_NEGATIVE;
         /// Number of transformer blocks.
         num_hidden_layers: u64, "none; required", LAYERS;
         /// Query heads of a block.
         num_attention_heads: u64, "none; required", COUNT;
         /// Key and value heads of a block; divides num_attention_heads.
         num_key_value_heads: u64, "num_attention_heads", COUNT;
-        /// Width of a head.
+        /// Width of a head; in deepseek_v3 of its queries and keys.
         head_dim: u64, "hidden_size / num_attention_heads", COUNT;
+        /// Width of a head's rotated part in deepseek_v3.
+        qk_rope_head_dim: u64, "half of head_dim, rounded up to an even number", COUNT;
+        /// Width of a head's values in deepseek_v3.
+        v_head_dim: u64, "head_dim", COUNT;
+        /// Width of the vector that keys and values are made of in deepseek_v3.
+        kv_lora_rank: u64, "hidden_size / 4, rounded up", COUNT;
+        /// Width of the vector that queries are made of in deepseek_v3.
+        q_lora_rank: u64, "none: queries come from the stream itself", COUNT;
         /// The longest sequence that the model is made for.
         max_position_embeddings: u64, "data.sequence_length", COUNT;
         /// Base of the rotary embedding's frequencies.
@@ -114,6 +122,8 @@ choice! {
         Olmoe = "olmoe",
         /// GLM 4.5: experts by sigmoid, beside shared ones; half of each head rotated.
         Glm4Moe = "glm4_moe",
+        /// DeepSeek-V3: latent attention, experts by sigmoid, beside shared ones.
+        DeepseekV3 = "deepseek_v3",
         /// Llama with experts, shared ones where they are asked for, and experts without matrices (MoE++).
         Moe = "moe",
     }
@@ -143,8 +153,8 @@ impl Architecture {
 
     /// Whether blocks have experts.
     pub fn has_experts(self) -> bool {
-        use Architecture::{Glm4Moe, Mixtral, Moe, Olmoe, Qwen2Moe, Qwen3Moe};
-        matches!(self, Mixtral | Qwen2Moe | Qwen3Moe | Olmoe | Glm4Moe | Moe)
+        use Architecture::{DeepseekV3, Glm4Moe, Mixtral, Moe, Olmoe, Qwen2Moe, Qwen3Moe};
+        matches!(self, Mixtral | Qwen2Moe | Qwen3Moe | Olmoe | Glm4Moe | DeepseekV3 | Moe)
     }
 }
 

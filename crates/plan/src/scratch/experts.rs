@@ -9,9 +9,10 @@ use crate::config::{Architecture, FromScratchConfig};
 /// The usual factor on the load-balancing loss (Fedus et al. 2021).
 const BALANCE_LOSS: f64 = 0.01;
 
-/// The factor on the load-balancing loss. GLM's router is balanced by its correction instead.
+/// The factor on the load-balancing loss. Routers of GLM and DeepSeek are balanced by their correction instead.
 pub(super) fn balance_loss(sizes: &FromScratchConfig) -> f64 {
-    let usual = if sizes.architecture() == Architecture::Glm4Moe { 0.0 } else { BALANCE_LOSS };
+    let corrected = matches!(sizes.architecture(), Architecture::Glm4Moe | Architecture::DeepseekV3);
+    let usual = if corrected { 0.0 } else { BALANCE_LOSS };
     sizes.router_aux_loss_coef.unwrap_or(usual)
 }
 
@@ -21,7 +22,7 @@ pub(super) fn keys(
     intermediate_size: u64,
     layers: u64,
 ) -> Result<Vec<(&'static str, Value)>, OriginError> {
-    use Architecture::{Glm4Moe, Mixtral, Moe, Olmoe, Qwen2Moe, Qwen3Moe};
+    use Architecture::{DeepseekV3, Glm4Moe, Mixtral, Moe, Olmoe, Qwen2Moe, Qwen3Moe};
     let (family, name) = (sizes.architecture(), sizes.architecture().name());
     let wrong = |key, reason: String| Err(SpecError { key, reason }.into());
     let without = [
@@ -66,15 +67,19 @@ pub(super) fn keys(
         );
         return wrong("expert_intermediate_size", reason);
     }
-    let usual_shared = u64::from(matches!(family, Qwen2Moe | Glm4Moe));
+    let usual_shared = u64::from(matches!(family, Qwen2Moe | Glm4Moe | DeepseekV3));
     let shared = sizes.shared_experts.unwrap_or(usual_shared);
     if usual_shared == 0 && shared > 0 && family != Moe {
-        return wrong("shared_experts", format!("{name} has none; qwen2_moe, glm4_moe and moe have"));
+        return wrong(
+            "shared_experts",
+            format!("{name} has none; qwen2_moe, glm4_moe, deepseek_v3 and moe have"),
+        );
     }
     if family == Mixtral && sizes.norm_topk_prob == Some(false) {
         return wrong("norm_topk_prob", "in mixtral weights are always divided by their sum".to_owned());
     }
-    let normalise = sizes.norm_topk_prob.unwrap_or(matches!(family, Mixtral | Qwen3Moe | Glm4Moe));
+    let normalise =
+        sizes.norm_topk_prob.unwrap_or(matches!(family, Mixtral | Qwen3Moe | Glm4Moe | DeepseekV3));
     let dense = sizes.dense_layers();
     if dense > 0 && matches!(family, Mixtral | Olmoe) {
         return wrong("dense_layers", format!("in {name} every block has experts"));
@@ -88,7 +93,10 @@ pub(super) fn keys(
     ];
     match family {
         Mixtral => keys.push(("num_local_experts", json!(count))),
-        Glm4Moe => keys.extend([
+        Glm4Moe | DeepseekV3 => keys.extend([
+            ("n_group", json!(1)),
+            ("topk_group", json!(1)),
+            ("routed_scaling_factor", json!(1.0)),
             ("n_routed_experts", json!(count)),
             ("n_shared_experts", json!(shared)),
             ("moe_intermediate_size", json!(width)),

@@ -112,13 +112,6 @@ impl StepSettings {
                 let what = "queries and keys are normalised over all heads, which no rank has";
                 return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
             }
-            () if spec.attention.latent.is_some() => {
-                let what = "keys and values of all heads are made of one vector, which no rank has a part of";
-                return Err(of_mesh(
-                    what,
-                    "divide the experts by parallel.expert_parallel, or the layers by parallel.pipeline_parallel",
-                ));
-            }
             () if has_lengths => "lengths of rows need whole rows",
             () if spec.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some()) => {
                 let what = "experts without matrices are on every rank";

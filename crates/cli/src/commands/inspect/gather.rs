@@ -15,8 +15,8 @@ use plimsoll_train::Checkpoint as TrainingCheckpoint;
 use serde_json::{Value, json};
 
 use super::report::{
-    Adapter, ChatTemplate, Checkpoint, DTypeBytes, Experts, Kind, Model, Report, Run, Storage, StoredTensor,
-    Token, TokenizerReport,
+    Adapter, ChatTemplate, Checkpoint, DTypeBytes, Experts, Kind, Latent, Model, Report, Run, Storage,
+    StoredTensor, Token, TokenizerReport,
 };
 use crate::failure::Failure;
 
@@ -224,6 +224,12 @@ fn shape(report: &mut Report, spec: &ModelSpec, weight_types: &(dyn Fn(&Paramete
         num_attention_heads: attention.heads,
         num_key_value_heads: attention.kv_heads,
         head_dim: attention.head_dim,
+        latent_attention: attention.latent.map(|latent| Latent {
+            q_lora_rank: latent.query_rank,
+            kv_lora_rank: latent.kv_rank,
+            qk_rope_head_dim: attention.rotated_dim(),
+            v_head_dim: latent.value_dim,
+        }),
         rope_theta: attention.rope.as_ref().map(|rope| rope.theta),
         max_position_embeddings: spec.max_position_embeddings,
         tie_word_embeddings: spec.tie_word_embeddings,

@@ -97,10 +97,22 @@ pub struct Model {
     pub num_attention_heads: u64,
     pub num_key_value_heads: u64,
     pub head_dim: u64,
+    /// The widths of latent attention, where a model has it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latent_attention: Option<Latent>,
     pub rope_theta: Option<f64>,
     pub max_position_embeddings: u64,
     pub tie_word_embeddings: bool,
     pub eos_tokens: Vec<u32>,
+}
+
+/// Latent attention, in the words of `config.json`.
+#[derive(Debug, Serialize)]
+pub struct Latent {
+    pub q_lora_rank: Option<u64>,
+    pub kv_lora_rank: u64,
+    pub qk_rope_head_dim: u64,
+    pub v_head_dim: u64,
 }
 
 /// The experts of a mixture.

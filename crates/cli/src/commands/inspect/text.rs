@@ -3,7 +3,7 @@
 use plimsoll_memory::ByteSize;
 use serde_json::Value;
 
-use super::report::{Kind, Report, Token};
+use super::report::{Kind, Latent, Report, Token};
 use crate::needs;
 use crate::row;
 use crate::table;
@@ -57,10 +57,19 @@ fn what(report: &Report) -> String {
 
 fn shape(report: &Report) -> String {
     let Some(model) = &report.model else { return String::new() };
-    let heads = format!(
-        "{} of {}, {} for keys and values",
-        model.num_attention_heads, model.head_dim, model.num_key_value_heads
-    );
+    let heads = match &model.latent_attention {
+        None => format!(
+            "{} of {}, {} for keys and values",
+            model.num_attention_heads, model.head_dim, model.num_key_value_heads
+        ),
+        Some(Latent { q_lora_rank, kv_lora_rank, qk_rope_head_dim, v_head_dim }) => {
+            let queries = q_lora_rank.map_or_else(String::new, |rank| format!(", queries from {rank}"));
+            format!(
+                "{} of {}, {qk_rope_head_dim} of it rotated; keys and values (of {v_head_dim}) come from {kv_lora_rank}{queries}",
+                model.num_attention_heads, model.head_dim
+            )
+        }
+    };
     let positions = model.rope_theta.map_or("learned".to_owned(), |theta| format!("rotary, base {theta}"));
     pairs(&[
         ("name", clean(&model.name)),
