@@ -403,6 +403,7 @@ const GROUPS: &[Group] = &[
             "mscale": 0.707, "mscale_all_dim": 0.707}}"#,
         entries: &[
             entry("deepseek-ai/deepseek-v2",               [102400,  5120, 12288,  60], [128,128], 163840, 1e4, 0),
+            entry("deepseek-ai/deepseek-coder-v2",         [102400,  5120, 12288,  60], [128,128], 163840, 1e4, 0),
         ],
     },
     Group {
@@ -654,6 +655,10 @@ mod tests {
             ("qwen3-235b-a22b", 235_093_634_560),
             ("olmoe-1b-7b", 6_919_161_856),
             ("deepseek-moe-16b", 16_375_728_128),
+            ("deepseek-v2-lite", 15_706_484_224),
+            ("deepseek-v2", 235_741_434_880),
+            ("deepseek-v3", 671_026_419_200),
+            ("kimi-k2", 1_026_408_232_448),
             ("gpt-oss-20b", 20_914_757_184),
             ("gpt-oss-120b", 116_829_156_672),
         ] {
@@ -675,6 +680,9 @@ mod tests {
             ("glm-4.5", 352.8, 32.0),
             ("glm-4.5-air", 106.8, 12.0),
             ("deepseek-moe-16b", 16.4, 2.8),
+            ("deepseek-v2", 235.7, 21.0),
+            ("deepseek-v3", 671.0, 37.0),
+            ("kimi-k2", 1026.4, 32.0),
         ] {
             let spec = find(name).unwrap();
             let found = [spec.parameter_count(), spec.active_parameter_count()].map(|n| n as f64 / 1e9);
@@ -688,8 +696,8 @@ mod tests {
     #[test]
     fn what_known_models_lack_here_is_said() {
         for (name, words) in [
-            ("deepseek-ai/DeepSeek-V3", "multi-head latent attention"),
-            ("moonshotai/Kimi-K2-Instruct", "multi-head latent attention"),
+            ("deepseek-ai/DeepSeek-V3.2", "by an indexer"),
+            ("zai-org/GLM-4.7-Flash", "another normalisation"),
         ] {
             assert!(find(name).is_err() && what_is_missing(name).contains(words), "{name}");
         }

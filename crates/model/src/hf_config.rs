@@ -213,6 +213,10 @@ fn quantization(config: &Keys) -> Result<Option<Quantization>, ConfigError> {
                 Some(other) => Err(keys.refuse("version", format!("is {}; gemm is supported", Shown(other)))),
             }
         }
+        "fp8" => {
+            let reason = "the weights are in 8-bit floats with scales of blocks, which are not read; convert them to bf16 first, or take a copy in bf16";
+            Err(config.refuse("quantization_config", reason.to_owned()))
+        }
         other => {
             let reason = format!(
                 "the weights are quantised by {}; bitsandbytes, gptq, awq and mxfp4 are read; use the original weights",

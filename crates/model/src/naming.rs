@@ -50,7 +50,7 @@ impl Role {
             Role::KNorm => "k_norm",
             Role::QDownProj => "q_a_proj",
             Role::QUpProj => "q_b_proj",
-            Role::KvDownProj => "kv_a_proj",
+            Role::KvDownProj => "kv_a_proj_with_mqa",
             Role::KvUpProj => "kv_b_proj",
             Role::Sinks => "sinks",
             Role::PostAttentionNorm => "attention_out_layernorm",
@@ -167,6 +167,24 @@ mod tests {
         let lora = |part| of(BlockId::Layer(1), Role::Lora(part, Adapted::QProj));
         let parts = [LoraPart::A, LoraPart::B, LoraPart::Magnitude].map(lora);
         assert_eq!(parts, [32, 64, 96].map(|part| 3 * 256 + part + 4));
+    }
+
+    /// Roles that share numbers are never in one model.
+    #[test]
+    fn every_parameter_of_latent_attention_has_a_number_of_its_own() {
+        let mut numbers = HashSet::new();
+        for p in crate::catalogue::find("deepseek-v3").unwrap().parameters() {
+            assert!(numbers.insert(p.block.parameter_number(p.role)), "{}", p.name);
+            if let Some(adapted) = Adapted::of(p.role) {
+                for part in [LoraPart::A, LoraPart::B, LoraPart::Magnitude] {
+                    assert!(
+                        numbers.insert(p.block.parameter_number(Role::Lora(part, adapted))),
+                        "{}",
+                        p.name
+                    );
+                }
+            }
+        }
     }
 
     #[test]

@@ -13,6 +13,9 @@ use crate::parameters::{BlockId, Parameter};
 /// 2^50: a thousand times the largest models, and small enough that no size in bytes overflows.
 const MAX_PARAMETERS: u128 = 1 << 50;
 
+/// The widest head that attention computes.
+const MAX_HEAD_DIM: u64 = 512;
+
 /// A model's shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
@@ -510,6 +513,11 @@ impl AttentionSpec {
                 return fail(key, format_args!("{value} is no width"));
             }
         }
+        if self.head_dim > MAX_HEAD_DIM {
+            let reason =
+                format_args!("{} with qk_rope_head_dim is larger than {MAX_HEAD_DIM}", self.head_dim);
+            return fail("qk_nope_head_dim", reason);
+        }
         if value_dim > self.head_dim {
             let head_dim = self.head_dim;
             return fail(
@@ -524,6 +532,9 @@ impl AttentionSpec {
             );
         }
         let rotated = self.rotated_dim();
+        if !rotated.is_multiple_of(2) {
+            return fail("qk_rope_head_dim", format_args!("{rotated} values cannot be rotated in pairs"));
+        }
         if rotated == 0 || rotated >= self.head_dim {
             return fail(
                 "qk_rope_head_dim",
@@ -724,8 +735,9 @@ impl ModelSpec {
                 format_args!("{kv_heads} does not divide num_attention_heads {heads}"),
             );
         }
-        if head_dim > 512 {
-            return fail("head_dim", format_args!("{head_dim} is larger than 512"));
+        self.attention.check_latent()?;
+        if head_dim > MAX_HEAD_DIM {
+            return fail("head_dim", format_args!("{head_dim} is larger than {MAX_HEAD_DIM}"));
         }
         if !(self.norm.epsilon.is_finite() && self.norm.epsilon >= 0.0) {
             return fail(
@@ -737,7 +749,6 @@ impl ModelSpec {
         for rope in [&attention.rope, &attention.local_rope].into_iter().flatten() {
             rope.check(head_dim)?;
         }
-        attention.check_latent()?;
         if let Some(window) = &attention.sliding_window {
             if window.size == 0 {
                 return fail("sliding_window", format_args!("must be at least 1"));

@@ -172,6 +172,9 @@ fn latent_keys(
         return wrong("num_key_value_heads", reason);
     }
     let rotated = sizes.qk_rope_head_dim.unwrap_or(head_dim.div_ceil(2).next_multiple_of(2));
+    if sizes.qk_rope_head_dim.is_none() && rotated >= head_dim {
+        return wrong("head_dim", format!("heads of {head_dim} are too narrow to be rotated in part"));
+    }
     if rotated >= head_dim {
         let reason = format!("{rotated} of the {head_dim} values of a head leave none that is not rotated");
         return wrong("qk_rope_head_dim", reason);

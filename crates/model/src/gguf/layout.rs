@@ -64,10 +64,6 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::KProj => "attn_k.weight",
         Role::VProj => "attn_v.weight",
         Role::OProj => "attn_output.weight",
-        Role::QDownProj => "attn_q_a.weight",
-        Role::QUpProj => "attn_q_b.weight",
-        Role::KvDownProj => "attn_kv_a_mqa.weight",
-        Role::KvUpProj => "attn_kv_b.weight",
         Role::QBias => "attn_q.bias",
         Role::KBias => "attn_k.bias",
         Role::VBias => "attn_v.bias",
@@ -98,8 +94,12 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::SharedUpProj => "ffn_up_shexp.weight",
         Role::SharedDownProj => "ffn_down_shexp.weight",
         Role::SharedRouter => SHARED_ROUTER,
-        // Adapters have files of their own, and loads none; models with experts without matrices are not written.
-        Role::RouterLoad
+        // Adapters have files of their own, and loads none; models with latent attention or experts without matrices are not written.
+        Role::QDownProj
+        | Role::QUpProj
+        | Role::KvDownProj
+        | Role::KvUpProj
+        | Role::RouterLoad
         | Role::RouterResidual
         | Role::ConstantGate
         | Role::ConstantVectors

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use serde_json::{Map, Value, json};
 
 use super::keys::Keys;
-use super::{ConfigError, OWN_MIXTURE};
+use super::{ConfigError, OWN_MIXTURE, latent};
 use crate::spec::{
     ExpertGroups, ExpertsSpec, ModelSpec, RouterSpec, Scoring, SharedExpert, ZeroComputationSpec,
 };
@@ -28,6 +28,10 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
                 _ => 0,
             };
             let first = number("first_k_dense_replace", usual)?;
+            let freq = number("moe_layer_freq", 1)?;
+            if latent::has(family) && freq != 1 {
+                return Err(config.refuse("moe_layer_freq", format!("is {freq}; 1 is supported")));
+            }
             let step = if family == "glm4_moe" { 1 } else { number("moe_layer_freq", 1)? };
             let sparse = |layer: u64| layer >= first && layer.checked_rem(step) == Some(0);
             (0..u64::from(num_layers)).map(sparse).collect()

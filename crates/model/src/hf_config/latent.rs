@@ -31,6 +31,10 @@ pub(super) fn read(config: &Keys, family: &str) -> Result<Option<LatentHeads>, C
             return Err(config.refuse(key, format!("is {}, which is not supported", !only)));
         }
     }
+    if config.f64("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
+        let reason = "is not 1; qk_rope_head_dim says what is rotated".to_owned();
+        return Err(config.refuse("partial_rotary_factor", reason));
+    }
     let number = |key, usual| Ok::<_, ConfigError>(config.u64(key)?.unwrap_or(usual));
     // Null says that there is none.
     let query_rank = if config.has("q_lora_rank") { config.u64("q_lora_rank")? } else { Some(1536) };

@@ -179,10 +179,16 @@ pub(super) fn latent_scale(config: &Keys, head_dim: u64) -> Result<Option<f64>, 
         None => config.object("rope_scaling")?,
     };
     let Some(rope) = parameters else { return Ok(None) };
-    let (Some(weight), Some(factor)) = (rope.f64("mscale_all_dim")?, rope.f64("factor")?) else {
-        return Ok(None);
+    let kind = match rope.str("rope_type")? {
+        Some(kind) => Some(kind),
+        None => rope.str("type")?,
     };
-    Ok((weight != 0.0 && factor > 1.0).then(|| scaled(head_dim, factor, weight)))
+    let numbers = (rope.f64("mscale_all_dim")?, rope.f64("factor")?);
+    let (Some("yarn"), (Some(weight), Some(factor))) = (kind, numbers) else { return Ok(None) };
+    if weight < 0.0 {
+        return Err(rope.refuse("mscale_all_dim", format!("is {weight}; it is 0 or more")));
+    }
+    Ok((weight > 0.0 && factor > 1.0).then(|| scaled(head_dim, factor, weight)))
 }
 
 fn scaled(head_dim: u64, factor: f64, weight: f64) -> f64 {

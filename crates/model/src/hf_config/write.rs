@@ -79,6 +79,7 @@ fn difference(spec: &ModelSpec, other: &ModelSpec) -> Option<&'static str> {
         let mut attention = spec.attention.clone();
         attention.rope = None;
         attention.local_rope = None;
+        attention.scale = None;
         attention
     };
     let base = |spec: &ModelSpec| {
@@ -89,8 +90,11 @@ fn difference(spec: &ModelSpec, other: &ModelSpec) -> Option<&'static str> {
         spec.attention.rope.as_ref().map(|rope| (rope.theta, rope.dims, is_plain(rope)))
     };
     let local = |spec: &ModelSpec| spec.attention.local_rope.clone();
+    let scale = |spec: &ModelSpec| spec.attention.scale.unwrap_or(0.0);
+    // A factor that was computed from what is written may differ in the last digits.
+    let same_scale = (scale(spec) - scale(other)).abs() <= 1e-9 * scale(spec);
     [
-        ("attention", strip(spec) != strip(other)),
+        ("attention", strip(spec) != strip(other) || !same_scale),
         ("rotary embedding", base(spec) != base(other) || local(spec) != local(other)),
         ("feed-forward part", spec.mlp != other.mlp),
         ("experts", !experts::same(spec, other)),

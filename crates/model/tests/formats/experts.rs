@@ -196,7 +196,21 @@ fn what_cannot_be_is_refused_by_name() {
         ("gpt-oss", json!({ "num_local_experts": 5 }), "router"),
         ("gpt-oss", json!({ "swiglu_limit": 0.0 }), "swiglu_limit"),
         ("gpt-oss", json!({ "quantization_config": { "quant_method": "fp9" } }), "quantised by"),
-        ("olmoe", json!({ "model_type": "deepseek_v3" }), "multi-head latent attention"),
+        ("olmoe", json!({ "model_type": "deepseek_v32" }), "by an indexer"),
+        ("deepseek-v3", json!({ "attention_bias": true }), "attention_bias: is true, which is not supported"),
+        ("deepseek-v3", json!({ "rope_interleave": false }), "rope_interleave: is false"),
+        ("deepseek-v3", json!({ "partial_rotary_factor": 0.5 }), "partial_rotary_factor"),
+        ("deepseek-v3", json!({ "qk_rope_head_dim": 5 }), "qk_rope_head_dim: 5"),
+        ("deepseek-v3", json!({ "qk_nope_head_dim": 600 }), "qk_nope_head_dim: 604"),
+        ("deepseek-v3", json!({ "qk_nope_head_dim": 0, "v_head_dim": 4 }), "qk_rope_head_dim: 4 of the 4"),
+        ("deepseek-v3", json!({ "v_head_dim": 11 }), "v_head_dim: values of 11 are wider than keys of 10"),
+        ("deepseek-v3", json!({ "kv_lora_rank": 0 }), "kv_lora_rank: 0"),
+        ("deepseek-v3", json!({ "q_lora_rank": 1u64 << 40 }), "q_lora_rank"),
+        ("deepseek-v3", json!({ "moe_layer_freq": 2 }), "moe_layer_freq"),
+        ("deepseek-v3", json!({ "topk_method": "greedy" }), "topk_method"),
+        ("deepseek-v3", json!({ "quantization_config": { "quant_method": "fp8" } }), "bf16"),
+        ("deepseek-v2", json!({ "norm_topk_prob": true }), "norm_topk_prob"),
+        ("deepseek-v2", json!({ "scoring_func": "sigmoid" }), "scoring_func"),
     ] {
         let folder = changed(family, &keys, place.path());
         let error = ModelFiles::open(&folder).unwrap_err().to_string();

@@ -36,8 +36,8 @@ fn runs(p: &Parameter, head_dim: u64) -> Option<u64> {
         return None;
     }
     let rows = if p.shape.len() > 1 { p.rows() } else { 1 };
-    let by_head =
-        matches!(p.role, Role::QProj | Role::KProj) && head_dim > 0 && rows.is_multiple_of(head_dim);
+    let of_heads = matches!(p.role, Role::QProj | Role::KProj | Role::QUpProj);
+    let by_head = of_heads && head_dim > 0 && rows.is_multiple_of(head_dim);
     Some(if by_head { rows / head_dim } else { rows })
 }
 
