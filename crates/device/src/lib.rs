@@ -34,10 +34,10 @@ pub use links::{Collective, Communicated};
 pub use op::{
     Activation, Adafactor, Adam, Apollo, Attention, BLOCK_8BIT, Capacity, Channels, Codes, Compute,
     Elementwise, Embedding, FEW_ROWS, Glu, GroupedProduct, HeadColumns, Heads, IGNORED_TARGET, KeyPiece,
-    Lion, LoadRatio, Loss, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, Magnitude, NOWHERE, Norm, Op, PIECE_ROWS,
-    PagedRun, PiecedAttention, Position, Product, Quantization, Reduction, RotatedHeads, Rounding, Router,
-    RouterGroups, Routing, Rule, Running, SecondMoment, Sgd, Sink, Subspace, Update, WeightedBias, Workspace,
-    ZeroComputation, ZeroExperts, page_positions,
+    Lion, LoadRatio, Loss, MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_HEAD_DIM, Magnitude, NOWHERE, Norm, Op,
+    PIECE_ROWS, PagedRun, PiecedAttention, Position, Product, Quantization, Reduction, RotatedHeads,
+    Rounding, Router, RouterGroups, Routing, Rule, Running, SecondMoment, Sgd, Sink, Subspace, Update,
+    WeightedBias, Workspace, ZeroComputation, ZeroExperts, page_positions,
 };
 pub use repeat::{Iterations, KnownRounds};
 pub use tensor::{Shape, Tensor};

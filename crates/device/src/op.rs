@@ -31,8 +31,8 @@ mod workspace;
 mod zero_computation;
 
 pub use activation::{Activation, Glu};
-pub use attention::{Attention, PagedRun, page_positions};
-pub(crate) use attention::{KeyPieces, MAX_HEAD_DIM, MAX_POSITIONS, TILE_POSITIONS, TOGETHER_BYTES};
+pub use attention::{Attention, MAX_HEAD_DIM, PagedRun, page_positions};
+pub(crate) use attention::{KeyPieces, MAX_POSITIONS, TILE_POSITIONS, TOGETHER_BYTES};
 pub use elementwise::{Elementwise, Rounding};
 pub use embedding::Embedding;
 pub use grouped_product::GroupedProduct;

@@ -57,7 +57,7 @@ const MISSING: [(&str, &str); 2] = [
     ("deepseek_v32", "chooses the keys of each query by an indexer, which is not supported"),
     (
         "glm4_moe_lite",
-        "has the latent attention of DeepSeek-V3 with another normalisation, which is not supported",
+        "has the latent attention of DeepSeek-V3 in a family of its own, which is not supported yet",
     ),
 ];
 

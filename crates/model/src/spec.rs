@@ -6,15 +6,12 @@
 use std::fmt;
 use std::ops::Range;
 
-use plimsoll_device::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, ZeroExperts};
+use plimsoll_device::{MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN, MAX_HEAD_DIM, ZeroExperts};
 
 use crate::parameters::{BlockId, Parameter};
 
 /// 2^50: a thousand times the largest models, and small enough that no size in bytes overflows.
 const MAX_PARAMETERS: u128 = 1 << 50;
-
-/// The widest head that attention computes.
-const MAX_HEAD_DIM: u64 = 512;
 
 /// A model's shape.
 #[derive(Clone, Debug, PartialEq)]

@@ -8,6 +8,7 @@ use crate::StepError;
 use crate::gradients::{Gradients, Target};
 
 /// A norm of a gathered block.
+#[derive(Clone, Copy)]
 pub(crate) struct Norm<'a> {
     pub block: BlockId,
     pub role: Role,

@@ -8,7 +8,7 @@ use crate::cost::product_of;
 use crate::{AttentionShape, Compute, Cost, DType, Tensor};
 
 /// Values of the widest head.
-pub(crate) const MAX_HEAD_DIM: u64 = 512;
+pub const MAX_HEAD_DIM: u64 = 512;
 
 /// Positions of a piece, where there are not too many pieces.
 const POSITIONS: u64 = 128;

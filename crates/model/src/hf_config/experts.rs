@@ -28,11 +28,10 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
                 _ => 0,
             };
             let first = number("first_k_dense_replace", usual)?;
-            let freq = number("moe_layer_freq", 1)?;
-            if latent::has(family) && freq != 1 {
-                return Err(config.refuse("moe_layer_freq", format!("is {freq}; 1 is supported")));
-            }
             let step = if family == "glm4_moe" { 1 } else { number("moe_layer_freq", 1)? };
+            if latent::has(family) && step != 1 {
+                return Err(config.refuse("moe_layer_freq", format!("is {step}; 1 is supported")));
+            }
             let sparse = |layer: u64| layer >= first && layer.checked_rem(step) == Some(0);
             (0..u64::from(num_layers)).map(sparse).collect()
         }
@@ -122,41 +121,41 @@ fn zero_computation(config: &Keys) -> Result<Option<ZeroComputationSpec>, Config
 
 fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
     let corrected = is_corrected(family);
-    let of_family = |key: &str, only: &[&str]| match config.str(key)?.filter(|name| !only.contains(name)) {
-        Some(other) => Err(config.refuse(key, format!("is {other:?}; {} is supported", only.join(" or ")))),
-        None => Ok(()),
+    let known: &[(&str, &[&str])] = match family {
+        "deepseek" => &[("scoring_func", &["softmax"])],
+        "deepseek_v2" => &[("scoring_func", &["softmax"]), ("topk_method", &[GREEDY, GROUP_LIMITED])],
+        "deepseek_v3" => &[("scoring_func", &["sigmoid"]), ("topk_method", &[CORRECTED])],
+        _ => &[],
     };
-    match family {
-        "deepseek" | "deepseek_v2" => of_family("scoring_func", &["softmax"])?,
-        "deepseek_v3" => of_family("scoring_func", &["sigmoid"])?,
-        _ => {}
-    }
-    match family {
-        "deepseek_v2" => of_family("topk_method", &[GREEDY, GROUP_LIMITED])?,
-        "deepseek_v3" => of_family("topk_method", &[CORRECTED])?,
-        _ => {}
+    for (key, names) in known {
+        if let Some(other) = config.str(key)?.filter(|name| !names.contains(name)) {
+            let reason = format!("is {other:?}; {} is supported", names.join(" or "));
+            return Err(config.refuse(key, reason));
+        }
     }
     if family == "deepseek_v2" && config.bool("norm_topk_prob")? == Some(true) {
         let reason = "is true, which is computed in more than one way and not supported".to_owned();
         return Err(config.refuse("norm_topk_prob", reason));
     }
-    let usual_groups = if family == "deepseek_v3" { (8, 4) } else { (1, 1) };
+    let (usual_groups, usual_chosen, usual_scale) =
+        if family == "deepseek_v3" { (8, 4, 2.5) } else { (1, 1, 1.0) };
     let has_groups = match family {
         "deepseek_v2" => config.str("topk_method")? == Some(GROUP_LIMITED),
         _ => corrected,
     };
-    let count = config.u64("n_group")?.unwrap_or(usual_groups.0);
+    let count = config.u64("n_group")?.unwrap_or(usual_groups);
     let groups = match has_groups && count > 1 {
         true => Some(ExpertGroups {
             count,
-            chosen: config.u64("topk_group")?.unwrap_or(usual_groups.1),
+            chosen: config.u64("topk_group")?.unwrap_or(usual_chosen),
             by_two: corrected,
         }),
         false => None,
     };
     let scale = match family {
-        "deepseek_v3" => config.f64("routed_scaling_factor")?.unwrap_or(2.5),
-        "glm4_moe" | "deepseek_v2" => config.f64("routed_scaling_factor")?.unwrap_or(1.0),
+        "glm4_moe" | "deepseek_v2" | "deepseek_v3" => {
+            config.f64("routed_scaling_factor")?.unwrap_or(usual_scale)
+        }
         _ => 1.0,
     };
     // transformers adds the loss where the router's logits are asked for.
@@ -251,14 +250,12 @@ pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
     if family.starts_with("deepseek") {
         own["moe_layer_freq"] = json!(1);
         own["scoring_func"] = json!(if is_corrected(family) { "sigmoid" } else { "softmax" });
-    }
-    match family {
-        "deepseek_v2" => {
-            let method = if router.groups.is_some() { GROUP_LIMITED } else { GREEDY };
-            own["topk_method"] = json!(method);
+        match family {
+            "deepseek_v2" if router.groups.is_some() => own["topk_method"] = json!(GROUP_LIMITED),
+            "deepseek_v2" => own["topk_method"] = json!(GREEDY),
+            "deepseek_v3" => own["topk_method"] = json!(CORRECTED),
+            _ => {}
         }
-        "deepseek_v3" => own["topk_method"] = json!(CORRECTED),
-        _ => {}
     }
     if has_balance_loss(family) {
         own["output_router_logits"] = json!(router.balance_loss > 0.0);

@@ -26,10 +26,7 @@ pub(super) fn read(
     head_dim: u64,
     max_positions: u64,
 ) -> Result<(RopeSpec, Option<RopeSpec>), ConfigError> {
-    let parameters = match config.object("rope_parameters")? {
-        Some(parameters) => Some(parameters),
-        None => config.object("rope_scaling")?,
-    };
+    let parameters = parameters(config)?;
     let (global, sliding) = match &parameters {
         Some(both) => (both.object("full_attention")?, both.object("sliding_attention")?),
         None => (None, None),
@@ -61,6 +58,23 @@ pub(super) fn read(
     let (key, usual) = ("rope_local_base_freq", Usual { theta: DEFAULT_THETA, ..usual });
     let local = read_one(config, sliding.as_ref(), key, usual, head_dim, max_positions)?;
     Ok((global, Some(local)))
+}
+
+/// The object of the rotation, in whichever of both keys it is.
+fn parameters(config: &Keys) -> Result<Option<Keys>, ConfigError> {
+    match config.object("rope_parameters")? {
+        Some(parameters) => Ok(Some(parameters)),
+        None => config.object("rope_scaling"),
+    }
+}
+
+/// The kind of scaling; new files without one mean the plain one.
+fn kind(rope: &Keys) -> Result<&str, ConfigError> {
+    match rope.str("rope_type")? {
+        Some(kind) => Ok(kind),
+        // The key of files before 2024.
+        None => Ok(rope.str("type")?.unwrap_or("default")),
+    }
 }
 
 /// What a family's configuration means where it says nothing.
@@ -106,11 +120,7 @@ fn read_one(
 }
 
 fn read_scaling(config: &Keys, rope: &Keys, max_positions: f64) -> Result<RopeScaling, ConfigError> {
-    let kind = match rope.str("rope_type")? {
-        Some(kind) => kind,
-        // The key of files before 2024; new files without a kind mean the plain one.
-        None => rope.str("type")?.unwrap_or("default"),
-    };
+    let kind = kind(rope)?;
     let original = match rope.f64("original_max_position_embeddings")? {
         Some(original) => Some(original),
         None => config.f64("original_max_position_embeddings")?,
@@ -174,17 +184,9 @@ fn read_yarn(rope: &Keys, original: f64) -> Result<RopeScaling, ConfigError> {
 /// The factor on the scores of latent attention with heads of a width, where it is not the usual one: YaRN's `mscale_all_dim` makes it
 /// larger.
 pub(super) fn latent_scale(config: &Keys, head_dim: u64) -> Result<Option<f64>, ConfigError> {
-    let parameters = match config.object("rope_parameters")? {
-        Some(parameters) => Some(parameters),
-        None => config.object("rope_scaling")?,
-    };
-    let Some(rope) = parameters else { return Ok(None) };
-    let kind = match rope.str("rope_type")? {
-        Some(kind) => Some(kind),
-        None => rope.str("type")?,
-    };
+    let Some(rope) = parameters(config)? else { return Ok(None) };
     let numbers = (rope.f64("mscale_all_dim")?, rope.f64("factor")?);
-    let (Some("yarn"), (Some(weight), Some(factor))) = (kind, numbers) else { return Ok(None) };
+    let ("yarn", (Some(weight), Some(factor))) = (kind(&rope)?, numbers) else { return Ok(None) };
     if weight < 0.0 {
         return Err(rope.refuse("mscale_all_dim", format!("is {weight}; it is 0 or more")));
     }

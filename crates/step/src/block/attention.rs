@@ -88,18 +88,17 @@ fn normalise_heads(
     Ok((reshaped(&out, x.shape().dims())?, Raw { x, statistics: statistics.ok_or(missing)? }))
 }
 
-/// The gradient of x from that of [`normalise_heads`].
-fn heads_norm_backward(
+/// The gradient of what a norm saw, whole or in rows of the norm's width, from that of what came out.
+pub(super) fn raw_backward(
     ctx: &Context<'_>,
-    weights: &BlockWeights,
-    role: Role,
-    raw: Raw,
+    norm: &Norm<'_>,
+    raw: &Raw,
     dout: &Tensor,
+    name: &'static str,
     gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
-    let norm = weights.norm(role, None, &ctx.spec.norm)?;
-    let dx = zeroed(ctx, &raw.x, "dheads")?;
-    let [x, dout, dx_rows] = [in_rows(&raw.x, &norm)?, in_rows(dout, &norm)?, in_rows(&dx, &norm)?];
+    let dx = zeroed(ctx, &raw.x, name)?;
+    let [x, dout, dx_rows] = [in_rows(&raw.x, norm)?, in_rows(dout, norm)?, in_rows(&dx, norm)?];
     norm.backward(ctx.device, gradients, &x, &raw.statistics, &dout, &dx_rows)?;
     Ok(dx)
 }
@@ -188,7 +187,7 @@ pub(super) fn project_out(
     accumulate: bool,
 ) -> Result<(), StepError> {
     let o_proj = weights.linear(Role::OProj, Some(Role::OBias))?;
-    o_proj.forward(ctx, &latent::narrowed(ctx, attended.clone())?, out, accumulate)
+    o_proj.forward(ctx, attended, out, accumulate)
 }
 
 /// Returns the gradient of the attention's normed input `[N, H]`.
@@ -226,7 +225,10 @@ pub(super) fn backward(
     rotate(ctx, &dk, heads, true)?;
     let mut through_norm = |role, raw: Option<Raw>, gradient: Tensor| match raw {
         None => Ok(gradient),
-        Some(raw) => heads_norm_backward(ctx, weights, role, raw, &gradient, gradients),
+        Some(raw) => {
+            let norm = weights.norm(role, None, &ctx.spec.norm)?;
+            raw_backward(ctx, &norm, &raw, &gradient, "dheads", gradients)
+        }
     };
     let (dq, dk) = (through_norm(Role::QNorm, raw_q, dq)?, through_norm(Role::KNorm, raw_k, dk)?);
     let mut dnormed = None;

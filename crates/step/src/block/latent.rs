@@ -12,8 +12,8 @@ use plimsoll_device::{DeviceExt, Elementwise, HeadColumns, Heads as Columns, Rot
 use plimsoll_memory::Tag;
 use plimsoll_model::{LatentAttention, NormSpec, Role};
 
-use super::attention::{project, project_backward, rotate};
-use super::parts::{before, zeroed};
+use super::attention::{project, project_backward, raw_backward, rotate};
+use super::parts::before;
 use super::saved::{Attended, Qkv, Raw};
 use crate::StepError;
 use crate::context::Context;
@@ -38,6 +38,11 @@ impl Heads {
         let (attention, shape) = (&ctx.spec.attention, ctx.attention);
         let rotated = attention.rotated_dim();
         attention.latent.map(|latent| Heads { latent, heads: shape.heads, dim: shape.head_dim, rotated })
+    }
+
+    /// Those of a model whose values are narrower than its keys.
+    fn with_narrow_values(ctx: &Context<'_>) -> Option<Heads> {
+        Heads::of(ctx).filter(|own| own.latent.value_dim < own.dim)
     }
 
     /// What of a head's keys comes from the vector.
@@ -191,20 +196,15 @@ fn through_norm(
     gradients: &mut Gradients<'_>,
 ) -> Result<Tensor, StepError> {
     let norm = norm(weights, of_norm)?;
-    let normed = before(ctx, Some(self::norm(weights, of_norm)?), &raw.x)?.out;
+    let normed = before(ctx, Some(norm), &raw.x)?.out;
     let dnormed = project_backward(ctx, weights, (of_linear, None), (&normed, &dout), None, gradients)?;
     drop((normed, dout));
-    let dx = zeroed(ctx, &raw.x, "dlatent")?;
-    norm.backward(ctx.device, gradients, &raw.x, &raw.statistics, &dnormed, &dx)?;
-    Ok(dx)
+    raw_backward(ctx, &norm, raw, &dnormed, "dlatent", gradients)
 }
 
-/// What attention gave, with heads as wide as values are; as it is where that is their width.
-pub(super) fn narrowed(ctx: &Context<'_>, out: Tensor) -> Result<Tensor, StepError> {
-    let Some(own) = Heads::of(ctx).filter(|own| own.latent.value_dim < own.dim) else { return Ok(out) };
-    if out.columns() != own.heads * own.dim {
-        return Ok(out);
-    }
+/// What attention gave, with heads as wide as values are.
+pub(crate) fn narrowed(ctx: &Context<'_>, out: Tensor) -> Result<Tensor, StepError> {
+    let Some(own) = Heads::with_narrow_values(ctx) else { return Ok(out) };
     let width = own.latent.value_dim;
     let narrow = new(ctx, out.rows(), own.heads * width, "attention.values")?;
     copy(ctx, HeadColumns::new(&out, own.dim), HeadColumns::new(&narrow, width), own.heads, width)?;
@@ -217,9 +217,7 @@ pub(super) fn widened_attended(
     dout: Tensor,
     attended: Attended,
 ) -> Result<(Tensor, Attended), StepError> {
-    let Some(own) = Heads::of(ctx).filter(|own| own.latent.value_dim < own.dim) else {
-        return Ok((dout, attended));
-    };
+    let Some(own) = Heads::with_narrow_values(ctx) else { return Ok((dout, attended)) };
     let wide = |x: &Tensor, name| -> Result<Tensor, StepError> {
         let out = new(ctx, x.rows(), own.heads * own.dim, name)?;
         own.widen(ctx, HeadColumns::new(x, own.latent.value_dim), &out)?;

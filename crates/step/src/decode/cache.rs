@@ -201,9 +201,21 @@ impl<'a> KvCache<'a> {
         self.away.announce(places.map(Use::of))
     }
 
-    /// Attention of a layer `[N, heads * D]`, with the log-sum-exps of the runs: the keys and values of every run are put into the cache,
+    /// Attention of a layer `[N, heads * V]`, V being the width of a head's values, with the log-sum-exps of the runs: the keys and values of every run are put into the cache,
     /// and its queries see all that is there of its sequence, beside the sinks of heads where there are any.
     pub fn attend(
+        &mut self,
+        ctx: &Context<'_>,
+        layer: u32,
+        runs: &[Run],
+        (qkv, sinks): (&Qkv, Option<&Tensor>),
+    ) -> Result<(Tensor, Vec<Tensor>), StepError> {
+        let (out, sums) = self.attend_in_heads_of_keys(ctx, layer, runs, (qkv, sinks))?;
+        Ok((block::narrowed(ctx, out)?, sums))
+    }
+
+    /// The same in heads as wide as keys are.
+    fn attend_in_heads_of_keys(
         &mut self,
         ctx: &Context<'_>,
         layer: u32,

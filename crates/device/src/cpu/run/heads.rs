@@ -1,7 +1,7 @@
 //! Columns of heads on the CPU.
 
 use super::KernelCall;
-use crate::cpu::kernels::heads::{Layout, copy, sum};
+use crate::cpu::kernels::heads::{Layout, Work, heads as run_heads};
 use crate::{HeadColumns, Heads};
 
 pub(super) fn run(op: Heads<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
@@ -10,8 +10,10 @@ pub(super) fn run(op: Heads<'_>, KernelCall { exec, t, .. }: KernelCall<'_>) {
         first: first as usize,
         stride: stride as usize,
     };
-    let (Heads::Copy { from, to, heads, width } | Heads::Sum { from, to, heads, width }) = op;
-    let run = if matches!(op, Heads::Copy { .. }) { copy } else { sum };
+    let (work, from, to, heads, width) = match op {
+        Heads::Copy { from, to, heads, width } => (Work::Copy, from, to, heads, width),
+        Heads::Sum { from, to, heads, width } => (Work::Sum, from, to, heads, width),
+    };
     let (read, written) = ((t.floats(from.tensor), layout(from)), (t.floats_mut(to.tensor), layout(to)));
-    run(exec, read, written, heads as usize, width as usize);
+    run_heads(exec, work, read, written, heads as usize, width as usize);
 }
