@@ -3,7 +3,8 @@
 
     docs/bench/quantised_models.py crates/model/tests/data/quantised
 
-Needs torch, transformers, bitsandbytes and peft. With `adapters` as a second argument it makes the adapters alone. Writes for each scheme a folder with config.json and model.safetensors as
+Needs torch, transformers, bitsandbytes, compressed-tensors and peft. With `adapters` as a second argument it makes the adapters alone, with
+`scaled` the schemes of 8-bit floats, compressed-tensors and Model Optimizer (without bitsandbytes and peft). Writes for each scheme a folder with config.json and model.safetensors as
 the quantising libraries write them, and `expected.json`: of every dequantised matrix the FNV-1a hash (64 bits) of its f32
 bytes, or, where libraries round in between, some of its values. GPTQ and AWQ are packed here after their format. Adapters
 come with the merged weights' values. `crates/model/tests/quantised.rs` compares with these; it needs no Python.
@@ -13,10 +14,14 @@ import json
 import sys
 from pathlib import Path
 
-import bitsandbytes.functional as bnb
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+try:
+    import bitsandbytes.functional as bnb
+except ImportError:
+    bnb = None  # What is made without it does without.
 
 SIZES = dict(
     vocab_size=24,
@@ -137,6 +142,128 @@ def awq(name, weight, state, expected):
     expected[name] = {"hash": fnv((codes - zeros[:, of]).float() * scales.float()[:, of])}
 
 
+def fp8_of(weight, block):
+    """Codes of 8-bit floats and the factors of blocks, whose last ones may be smaller."""
+    rows, columns = (-(-size // own) for size, own in zip(weight.shape, block))
+    spread = lambda scale: scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
+        : weight.shape[0], : weight.shape[1]
+    ]
+    scale = torch.zeros(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            part = weight[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scale[i, j] = part.abs().max() / 448
+    codes = (weight / spread(scale)).to(torch.float8_e4m3fn)
+    return codes, scale, codes.float() * spread(scale)
+
+
+def fp8(block):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    def pack(name, weight, state, expected):
+        own = block or list(weight.shape)
+        codes, scale, values = fp8_of(weight, own)
+        if all(size % part == 0 for size, part in zip(weight.shape, own)):
+            theirs = Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
+            assert torch.equal(theirs, values)
+        state[name] = codes
+        state[f"{name}_scale_inv"] = scale if block else scale.reshape(())
+        state[name.replace("weight", "activation_scale")] = torch.tensor(0.5)
+        expected[name] = {"hash": fnv(values)}
+
+    return {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": block}, pack
+
+
+def fbgemm(name, weight, state, expected):
+    codes, scale, values = fp8_of(weight, [1, weight.shape[1]])
+    state[name], state[f"{name}_scale"] = codes, scale
+    expected[name] = {"hash": fnv(values)}
+
+
+def compressed(form, factors=torch.float32, **weights):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    library = BaseCompressor.get_value_from_registry(form)
+
+    def pack(name, weight, state, expected):
+        rows, columns = weight.shape
+        group = args.group_size or columns
+        if args.strategy == "tensor":
+            low, high = weight.min().reshape(1), weight.max().reshape(1)
+        elif args.strategy == "block":
+            m, n = args.block_structure
+            padded = torch.nn.functional.pad(weight, (0, -columns % n, 0, -rows % m))
+            parts = padded.reshape(padded.shape[0] // m, m, padded.shape[1] // n, n)
+            low, high = parts.amin((1, 3)), parts.amax((1, 3))
+        else:
+            parts = weight.reshape(rows, columns // group, group)
+            low, high = parts.amin(-1), parts.amax(-1)
+        own = {"weight": weight}
+        if args.strategy == "tensor_group":
+            own["weight_global_scale"] = generate_gparam(weight.min(), weight.max()).reshape(1)
+        scale, zero = calculate_qparams(low, high, args, own.get("weight_global_scale"))
+        own |= {"weight_scale": scale.to(factors), "weight_zero_point": zero}
+        stored = library.compress(dict(own), scheme)
+        values = library.decompress(dict(stored), scheme)["weight"]
+        for key, value in stored.items():
+            state[name.replace("weight", key)] = value
+        if values.dtype == torch.float32:
+            expected[name] = {"hash": fnv(values)}
+        else:
+            expected[name] = {"rounded": values.float().flatten()[:40].tolist(), "type": str(values.dtype)}
+
+    groups = {"group_0": {"targets": ["Linear"], "weights": json.loads(args.model_dump_json())}}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+    return config | {"quantization_status": "compressed", "ignore": ["lm_head"]}, pack
+
+
+def nvfp4_of_modelopt(name, weight, state, expected):
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    parts = weight.reshape(weight.shape[0], -1, 16)
+    whole = parts.abs().max() / (448 * 6)
+    scale = (parts.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    factors = (scale.float() * whole)[..., None]
+    places = ((parts.abs() / factors)[..., None] - codes).abs().argmin(-1)
+    negative = parts < 0
+    values = torch.where(negative, -codes[places], codes[places]) * factors
+    bits = (places + 8 * negative).reshape(weight.shape[0], -1, 2)
+    state[name] = (bits[..., 0] | bits[..., 1] << 4).to(torch.uint8)
+    state[f"{name}_scale"], state[f"{name}_scale_2"] = scale, whole
+    state[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+    expected[name] = {"hash": fnv(values)}
+
+
+def scaled():
+    eight = dict(num_bits=8, symmetric=True)
+    floats, integers = dict(type="float"), dict(type="int")
+    four = dict(num_bits=4, symmetric=True)
+    return {
+        "fp8": fp8([16, 32]),
+        "fp8_tensor": fp8(None),
+        "fbgemm_fp8": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fbgemm),
+        "ct_fp8_rows": compressed("float-quantized", torch.bfloat16, strategy="channel", **eight, **floats),
+        "ct_fp8_blocks": compressed("float-quantized", strategy="block", block_structure=[16, 32], **eight, **floats),
+        "ct_int8_rows": compressed("int-quantized", strategy="channel", num_bits=8, symmetric=False, **integers),
+        "ct_int8": compressed("int-quantized", strategy="tensor", **eight, **integers),
+        "ct_int4": compressed("pack-quantized", strategy="group", group_size=16, num_bits=4, symmetric=False, **integers),
+        "ct_words8": compressed("pack-quantized", strategy="channel", **eight, **integers),
+        "ct_nvfp4": compressed(
+            "nvfp4-pack-quantized",
+            strategy="tensor_group",
+            group_size=16,
+            scale_dtype=torch.float8_e4m3fn,
+            **four,
+            **floats,
+        ),
+        "ct_mxfp4": compressed("mxfp4-pack-quantized", strategy="group", group_size=16, **four, **floats),
+        "modelopt_nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_of_modelopt),
+    }
+
+
 SCHEMES = {
     "nf4": four_bit("nf4", False),
     "nf4_double": four_bit("nf4", True),
@@ -213,12 +340,20 @@ def main():
     target = Path(sys.argv[1])
     if sys.argv[2:] == ["adapters"]:
         return adapters(target / "base", target / "adapters")
+    if sys.argv[2:] == ["scaled"]:
+        state = load_file(target / "base" / "model.safetensors")
+        return write(target, json.loads((target / "base" / "config.json").read_text()), state, scaled())
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**SIZES)
     state = transformers.LlamaForCausalLM(config).state_dict()
     state = {k: v.detach().clone() for k, v in state.items() if k != "lm_head.weight"}
     written = json.loads(config.to_json_string()) | {"architectures": ["LlamaForCausalLM"]}
-    for scheme, (quantization, pack) in {"base": (None, None), **SCHEMES}.items():
+    write(target, written, state, {"base": (None, None), **SCHEMES, **scaled()})
+    adapters(target / "base", target / "adapters")
+
+
+def write(target, config, state, schemes):
+    for scheme, (quantization, pack) in schemes.items():
         folder = target / scheme
         folder.mkdir(parents=True, exist_ok=True)
         stored, expected = {}, {}
@@ -229,10 +364,9 @@ def main():
                 stored[name] = value
         save_file({k: v.contiguous() for k, v in stored.items()}, folder / "model.safetensors", {"format": "pt"})
         extra = {"quantization_config": quantization} if quantization else {}
-        (folder / "config.json").write_text(json.dumps(written | extra, indent=1))
+        (folder / "config.json").write_text(json.dumps(config | extra, indent=1))
         if expected:
             (folder / "expected.json").write_text(json.dumps(expected))
-    adapters(target / "base", target / "adapters")
 
 
 main()

@@ -170,6 +170,13 @@ pub(crate) enum Quantization {
     Awq,
     /// Blocks of 32 values with a power of two as scale: the experts of gpt-oss.
     Mxfp4,
+    /// Codes of 4 and 8 bits with factors beside them.
+    Scaled {
+        /// Whether factors are named as the inverse of those that quantising multiplied by.
+        inverse: bool,
+        /// Rows and columns that share a factor, where blocks do.
+        block: Option<[usize; 2]>,
+    },
 }
 
 /// The packing of the checkpoint in a folder, if any.
@@ -214,17 +221,87 @@ fn quantization(config: &Keys) -> Result<Option<Quantization>, ConfigError> {
             }
         }
         "fp8" => {
-            let reason = "the weights are in 8-bit floats with scales of blocks, which are not read; convert them to bf16 first, or take a copy in bf16";
-            Err(config.refuse("quantization_config", reason.to_owned()))
+            let block = match keys.has("weight_block_size") {
+                true => block_of(&keys, "weight_block_size")?,
+                false => Some([128; 2]),
+            };
+            Ok(Some(Quantization::Scaled { inverse: true, block }))
         }
+        "fbgemm_fp8" => Ok(Some(Quantization::Scaled { inverse: false, block: None })),
+        "compressed-tensors" => compressed_tensors(&keys).map(Some),
+        "modelopt" => match keys.str("quant_algo")? {
+            None | Some("FP8" | "NVFP4") => Ok(Some(Quantization::Scaled { inverse: false, block: None })),
+            Some(other) => {
+                Err(keys.refuse("quant_algo", format!("is {}; FP8 and NVFP4 are read", Shown(other))))
+            }
+        },
         other => {
             let reason = format!(
-                "the weights are quantised by {}; bitsandbytes, gptq, awq and mxfp4 are read; use the original weights",
+                "the weights are quantised by {}; bitsandbytes, gptq, awq, mxfp4, fp8, fbgemm_fp8, compressed-tensors and \
+                 modelopt are read; use the original weights",
                 Shown(other)
             );
             Err(config.refuse("quantization_config", reason))
         }
     }
+}
+
+/// Rows and columns that share a factor, as a list or, in old versions, `128x128`; `None` for null.
+fn block_of(keys: &Keys, key: &str) -> Result<Option<[usize; 2]>, ConfigError> {
+    let sizes: Option<Vec<u64>> = match keys.str(key) {
+        Ok(None) => return Ok(None),
+        Ok(Some(text)) => text.split('x').map(|size| size.trim().parse().ok()).collect(),
+        Err(_) => keys.numbers(key)?,
+    };
+    match sizes.as_deref() {
+        Some([rows, columns]) if *rows > 0 && *columns > 0 => Ok(Some([*rows as usize, *columns as usize])),
+        _ => Err(keys.refuse(key, "is not the rows and columns of a block, as [128, 128]".to_owned())),
+    }
+}
+
+/// Which of the formats of compressed-tensors it is, and the blocks of its groups of layers.
+fn compressed_tensors(keys: &Keys) -> Result<Quantization, ConfigError> {
+    const FORMATS: [&str; 8] = [
+        "float-quantized",
+        "int-quantized",
+        "naive-quantized",
+        "pack-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mxfp8-quantized",
+        "mixed-precision",
+    ];
+    if let Some(format) = keys.str("format")?
+        && !FORMATS.contains(&format)
+    {
+        let reason = format!("is {}; {} are read", Shown(format), FORMATS.join(", "));
+        return Err(keys.refuse("format", reason));
+    }
+    if let Some(sparsity) = keys.object("sparsity_config")?
+        && let Some(format) = sparsity.str("format")?.filter(|format| *format != "dense")
+    {
+        let reason = format!("is {}; weights that leave zeros out are not read", Shown(format));
+        return Err(sparsity.refuse("format", reason));
+    }
+    if keys.object("transform_config")?.is_some_and(|transforms| transforms.has("config_groups")) {
+        let reason = "turns activations before the products, which is not supported".to_owned();
+        return Err(keys.refuse("transform_config", reason));
+    }
+    let mut block = None;
+    for group in keys.objects("config_groups")? {
+        let Some(weights) = group.object("weights")? else { continue };
+        let own = block_of(&weights, "block_structure")?;
+        match (block, own) {
+            (None, _) => block = own,
+            (Some(known), Some(own)) if known != own => {
+                let reason =
+                    "has blocks of other sizes than another group, which is not supported".to_owned();
+                return Err(weights.refuse("block_structure", reason));
+            }
+            (Some(_), _) => {}
+        }
+    }
+    Ok(Quantization::Scaled { inverse: false, block })
 }
 
 fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {

@@ -263,14 +263,22 @@ impl WeightSource {
     }
 
     /// The type in which a parameter is best kept to be computed with and not changed: a matrix as it is stored, so that
-    /// no copy of it is converted, unless `widest` takes less room; everything else as `widest`.
+    /// no copy of it is converted, unless `widest` takes less room, and in bf16 where only its values can be had of what is stored;
+    /// everything else as `widest`.
     pub fn inference_dtype(&self, parameter: &Parameter, widest: DType) -> DType {
         let cut = |part: &StoredAt| {
             part.packed.as_ref().is_some_and(|packed| !part.is_whole(packed) && !packed.matrix.keeps_rows())
         };
-        let stored = self.place(parameter).map(|place| match place.parts.iter().any(cut) {
-            true => widest,
-            false => place.dtype(),
+        let of_values =
+            |part: &StoredAt| part.packed.as_ref().is_some_and(|packed| packed.matrix.dtype() == DType::F32);
+        let stored = self.place(parameter).map(|place| {
+            let any = |what: &dyn Fn(&StoredAt) -> bool| place.parts.iter().any(what);
+            match (any(&cut), any(&of_values)) {
+                // Codes of 8 bits and less times factors of 16 bits and less: as their libraries dequantise them.
+                (_, true) => DType::Bf16,
+                (true, false) => widest,
+                (false, false) => place.dtype(),
+            }
         });
         match stored {
             Ok(stored)

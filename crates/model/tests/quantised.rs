@@ -1,5 +1,5 @@
-//! Checkpoints that bitsandbytes wrote, and GPTQ's and AWQ's format, against the values that their libraries give
-//! (`docs/bench/quantised_models.py` makes the files).
+//! Checkpoints that bitsandbytes and compressed-tensors wrote, and the formats of GPTQ, AWQ, 8-bit floats and Model Optimizer, against the
+//! values that their libraries give (`docs/bench/quantised_models.py` makes the files).
 
 use std::path::{Path, PathBuf};
 
@@ -38,6 +38,11 @@ fn read(files: &ModelFiles, parameter: &Parameter, dtype: DType) -> Result<Vec<f
 fn check(expected: &Value, values: &[f32], what: &str) {
     if let Some(hash) = expected["hash"].as_str() {
         assert_eq!(fnv(values), hash, "{what}");
+    } else if let Some(expected) = expected["rounded"].as_array() {
+        for (i, (expected, value)) in expected.iter().zip(values).enumerate() {
+            let rounded = half::bf16::from_f32(*value).to_f32();
+            assert_eq!(rounded, expected.as_f64().unwrap() as f32, "{what} {i}: {value}");
+        }
     } else {
         let expected = expected["values"].as_array().unwrap();
         for (i, (expected, value)) in expected.iter().zip(values).enumerate() {
@@ -58,6 +63,18 @@ fn every_scheme_is_dequantised_as_its_library_does() {
         ("gptq", DType::F32),
         ("gptq_8_v2", DType::F32),
         ("awq", DType::F32),
+        ("fp8", DType::F32),
+        ("fp8_tensor", DType::F32),
+        ("fbgemm_fp8", DType::F32),
+        ("ct_fp8_rows", DType::F32),
+        ("ct_fp8_blocks", DType::F32),
+        ("ct_int8_rows", DType::F32),
+        ("ct_int8", DType::F32),
+        ("ct_int4", DType::F32),
+        ("ct_words8", DType::F32),
+        ("ct_nvfp4", DType::F32),
+        ("ct_mxfp4", DType::F32),
+        ("modelopt_nvfp4", DType::F32),
     ] {
         let folder = data().join(scheme);
         let files = ModelFiles::open(&folder).unwrap();
@@ -138,6 +155,16 @@ fn what_does_not_belong_together_is_named() {
         ("gptq", "v_proj.scales", "v_proj.scalez", "v_proj.scales"),
         ("awq", "v_proj.qzeros", "v_proj.qzeroz", "v_proj.qzeros"),
         ("int8", "v_proj.SCB", "v_proj.SCC", "v_proj"),
+        ("fp8", "\"F8_E4M3\"", "\"F8_E3M3\"", "F8_E3M3"),
+        ("fp8", "v_proj.weight_scale_inv", "v_proj.weight_scale_inw", "v_proj"),
+        ("ct_int4", "v_proj.weight_shape", "v_proj.weight_shapf", "v_proj.weight_shape"),
+        ("ct_int4", "v_proj.weight_packed", "v_proj.weight_packee", "v_proj.weight"),
+        (
+            "ct_nvfp4",
+            "v_proj.weight_global_scale",
+            "v_proj.weight_global_scalf",
+            "v_proj.weight_global_scalf",
+        ),
     ] {
         let folder = broken(scheme, |bytes| replace(bytes, from, to));
         let error = ModelFiles::open(folder.path()).unwrap_err().to_string();
@@ -152,7 +179,9 @@ proptest! {
     /// Whatever the bytes are, opening and reading end with an answer.
     #[test]
     fn mutations_do_not_bring_it_down(
-        scheme in prop::sample::select(vec!["nf4_double", "int8", "gptq", "awq"]),
+        scheme in prop::sample::select(vec![
+            "nf4_double", "int8", "gptq", "awq", "fp8", "ct_int8_rows", "ct_int8", "ct_int4", "ct_nvfp4", "modelopt_nvfp4",
+        ]),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), any::<bool>()), 1..6),
     ) {
         let folder = broken(scheme, |bytes| {
@@ -171,4 +200,113 @@ proptest! {
             }
         }
     }
+}
+
+/// Signed bytes with a factor for each matrix or row are held as they are where blocks of 64 fill the rows.
+#[test]
+fn signed_bytes_stay_signed_bytes() {
+    let bytes = std::fs::read(data().join("ct_int8/model.safetensors")).unwrap();
+    let tensors = safetensors_of(&bytes);
+    let config = std::fs::read_to_string(data().join("ct_int8/config.json")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    // A matrix of 128 inputs: all others are as narrow as before.
+    let config = config.replace("\"intermediate_size\": 48", "\"intermediate_size\": 128");
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    let mut all = Vec::new();
+    for (name, dtype, shape, bytes) in tensors {
+        let wide = |size: u64| if size == 48 { 128 } else { size };
+        let shape: Vec<u64> = shape.into_iter().map(wide).collect();
+        let elements = shape.iter().product::<u64>() as usize;
+        let size = if dtype == "F32" { 4 } else { 1 };
+        let bytes: Vec<u8> = bytes.into_iter().cycle().take(elements * size).collect();
+        all.push((name, dtype, shape, bytes));
+    }
+    std::fs::write(folder.path().join("model.safetensors"), written(&all)).unwrap();
+    let files = ModelFiles::open(folder.path()).unwrap();
+    let down = files.spec().parameters().into_iter().find(|p| p.name.contains("down_proj")).unwrap();
+    assert_eq!(files.weights().stored_dtype(&down).unwrap(), DType::Int8);
+    assert_eq!(read(&files, &down, DType::Int8).unwrap(), read(&files, &down, DType::F32).unwrap());
+}
+
+type Stored = (String, String, Vec<u64>, Vec<u8>);
+
+/// The tensors of a file.
+fn safetensors_of(bytes: &[u8]) -> Vec<Stored> {
+    let (length, rest) = bytes.split_first_chunk::<8>().unwrap();
+    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(header).unwrap();
+    let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
+    let number = |value: &Value| value.as_u64().unwrap();
+    let all = tensors.map(|(name, tensor)| {
+        let at = tensor["data_offsets"].as_array().unwrap();
+        let own = data[number(&at[0]) as usize..number(&at[1]) as usize].to_vec();
+        let shape = tensor["shape"].as_array().unwrap().iter().map(number).collect();
+        (name, tensor["dtype"].as_str().unwrap().to_owned(), shape, own)
+    });
+    all.collect()
+}
+
+/// A file of tensors.
+fn written(tensors: &[Stored]) -> Vec<u8> {
+    let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+    for (name, dtype, shape, bytes) in tensors {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        let entry = serde_json::json!({ "dtype": dtype, "shape": shape, "data_offsets": offsets });
+        header.insert(name.clone(), entry);
+        data.extend(bytes);
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    let length = (header.len() as u64).to_le_bytes();
+    [&length[..], &header, &data].concat()
+}
+
+/// DeepSeek-V3's files: every matrix of every expert in 8-bit floats with factors of blocks, the last of which are smaller.
+#[test]
+fn experts_in_8_bit_floats_are_read_one_by_one() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data/experts/deepseek-v3");
+    let bytes = std::fs::read(model.join("model.safetensors")).unwrap();
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(model.join("config.json")).unwrap()).unwrap();
+    config["quantization_config"] =
+        serde_json::json!({ "quant_method": "fp8", "weight_block_size": [8, 16] });
+    let code = |seed: u64, i: u64| ((seed * 31 + i * 7) % 0x7f) as u8;
+    let factor = |seed: u64, block: u64| (seed + block + 1) as f32 / 64.0;
+    let (mut all, mut seeds) = (Vec::new(), std::collections::HashMap::new());
+    for (name, dtype, shape, bytes) in safetensors_of(&bytes) {
+        if !name.contains("proj") {
+            all.push((name, dtype, shape, bytes));
+            continue;
+        }
+        let seed = seeds.len() as u64;
+        seeds.insert(name.clone(), seed);
+        let blocks = [shape[0].div_ceil(8), shape[1].div_ceil(16)];
+        let codes = (0..shape[0] * shape[1]).map(|i| code(seed, i)).collect();
+        let factors = (0..blocks[0] * blocks[1]).flat_map(|i| factor(seed, i).to_le_bytes()).collect();
+        all.push((format!("{name}_scale_inv"), "F32".to_owned(), blocks.to_vec(), factors));
+        all.push((name, "F8_E4M3".to_owned(), shape, codes));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::write(folder.path().join("model.safetensors"), written(&all)).unwrap();
+
+    let files = ModelFiles::open(folder.path()).unwrap();
+    // Floats of 4 bits of exponent and 3 of mantissa are f16's, scaled.
+    let value = |code: u8| half::f16::from_bits(u16::from(code) << 7).to_f32() * 256.0;
+    let mut experts = 0;
+    for parameter in files.spec().parameters().iter().filter(|p| p.name.contains("proj")) {
+        let columns = *parameter.shape.last().unwrap();
+        let rows = parameter.shape[parameter.shape.len() - 2];
+        let values = read(&files, parameter, DType::F32).unwrap();
+        for (expert, own) in values.chunks((rows * columns) as usize).enumerate() {
+            let single = parameter.name.replace(".experts.", &format!(".experts.{expert}."));
+            let single = single.replace(".shared_expert.", ".shared_experts.");
+            let seed = seeds[&single];
+            for (i, value_read) in (0..).zip(own) {
+                let block = i / columns / 8 * columns.div_ceil(16) + i % columns / 16;
+                assert_eq!(*value_read, value(code(seed, i)) * factor(seed, block), "{single} {i}");
+            }
+            experts += usize::from(parameter.shape.len() == 3);
+        }
+    }
+    assert_eq!(experts, 2 * 3 * 8);
 }

@@ -123,6 +123,12 @@ impl Keys {
         }))
     }
 
+    /// The objects in a nested object, whatever their names are.
+    pub(super) fn objects(&self, key: &str) -> Result<Vec<Keys>, ConfigError> {
+        let Some(outer) = self.object(key)? else { return Ok(Vec::new()) };
+        outer.object.keys().filter_map(|name| outer.object(name).transpose()).collect()
+    }
+
     pub(super) fn require_u64(&self, key: &str) -> Result<u64, ConfigError> {
         self.require(key, self.u64(key)?)
     }

@@ -8,9 +8,11 @@
 //!   / 32]`; `scales [groups, out]`; `g_idx [in]`, each input's group.
 //! - MXFP4 of gpt-oss (OCP Microscaling Formats 1.0): `_blocks [E, out, in / 32, 16]`, bytes with a value in the lower half before that
 //!   in the upper one, and `_scales [E, out, in / 32]`, exponents of two. A stack, where transformers has `[E, in, out]` in memory.
+//! - 8-bit floats, compressed-tensors, NVIDIA's Model Optimizer: see `scaled`.
 //! - AWQ (Lin et al. 2023): `qweight [in, out / 8]`, words along the outputs with the places 0 2 4 6 1 3 5 7; `qzeros` alike.
 
 mod find;
+mod scaled;
 
 use std::ops::Range;
 
@@ -24,6 +26,7 @@ use crate::convert::convert;
 use crate::safetensors::StoredDType;
 
 pub(super) use find::{Found, find};
+use scaled::Scaled;
 
 /// A tensor in one of a model's files.
 #[derive(Clone, Debug)]
@@ -46,6 +49,8 @@ impl Span {
         match self.dtype {
             StoredDType::F16 => f16::from_le_bytes(at(bytes, index)).to_f32(),
             StoredDType::BF16 => bf16::from_le_bytes(at(bytes, index)).to_f32(),
+            StoredDType::F8_E4M3 => scaled::e4m3(at::<1>(bytes, index)[0]),
+            StoredDType::F8_E8M0 | StoredDType::U8 => scaled::power_of_two(at::<1>(bytes, index)[0]),
             _ => f32::from_le_bytes(at(bytes, index)),
         }
     }
@@ -110,6 +115,7 @@ pub(super) enum Packing {
         /// Matrices of the stack.
         stack: usize,
     },
+    Scaled(Scaled),
 }
 
 /// A packed matrix `[rows, columns]`.
@@ -133,6 +139,7 @@ impl Packed {
             }
             Packing::EightBit { .. } if self.columns.is_multiple_of(64) => DType::Int8,
             Packing::Mxfp4 { .. } => DType::Mxfp4,
+            Packing::Scaled(scaled) if scaled.is_int8(self.columns) => DType::Int8,
             _ => DType::F32,
         }
     }
@@ -192,6 +199,7 @@ impl Packed {
         match &self.packing {
             Packing::FourBit { codes, .. } | Packing::EightBit { codes, .. } => codes,
             Packing::Mxfp4 { codes, .. } => codes,
+            Packing::Scaled(scaled) => &scaled.codes,
             Packing::Gptq { words, .. } | Packing::Awq { words, .. } => words,
         }
     }
@@ -208,6 +216,7 @@ impl Packed {
             } => vec![all, codes, factors],
             Packing::EightBit { codes, magnitudes } => vec![codes, magnitudes],
             Packing::Mxfp4 { codes, scales, .. } => vec![codes, scales],
+            Packing::Scaled(scaled) => scaled.spans().collect(),
             Packing::Gptq { words, zeros, scales, groups, .. } => {
                 [words, zeros, scales].into_iter().chain(groups).collect()
             }
@@ -264,6 +273,7 @@ impl Packed {
                 }
                 Some(())
             }
+            Packing::Scaled(scaled) if dtype == DType::Int8 => scaled.keep_int8(files, self.columns, out),
             _ => None,
         }
     }
@@ -326,6 +336,7 @@ impl Packed {
                     out.fill(f32::NAN);
                 }
             }
+            Packing::Scaled(scaled) => scaled.read_rows(files, self.columns, rows, out),
             Packing::Gptq { bits, words, zeros, scales, groups, group, zero_offset } => {
                 let (words, zeros, all_scales) = (words.of(files), zeros.of(files), scales.of(files));
                 let groups = groups.as_ref().map(|span| span.of(files));

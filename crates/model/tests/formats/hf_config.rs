@@ -107,6 +107,32 @@ fn what_is_wrong_is_named() {
     let lists = json!({ "type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "factor": 2.0 });
     check(json!({ "rope_scaling": lists }), "1 factors for the 8 frequencies");
     check(json!({ "quantization_config": { "quant_method": "gptq" } }), "bits: is missing");
+    for (quantization, told) in [
+        (
+            json!({ "quant_method": "fp8", "weight_block_size": [128] }),
+            "weight_block_size: is not the rows and columns",
+        ),
+        (json!({ "quant_method": "modelopt", "quant_algo": "W4A16_AWQ" }), "quant_algo: is \"W4A16_AWQ\""),
+        (json!({ "quant_method": "compressed-tensors", "format": "marlin-24" }), "format: is \"marlin-24\""),
+        (
+            json!({ "quant_method": "compressed-tensors", "sparsity_config": { "format": "sparse-24-bitmask" } }),
+            "sparsity_config.format: is \"sparse-24-bitmask\"",
+        ),
+        (
+            json!({ "quant_method": "compressed-tensors", "transform_config": { "config_groups": {} } }),
+            "transform_config: turns activations",
+        ),
+        (
+            json!({ "quant_method": "compressed-tensors", "config_groups": {
+                "a": { "weights": { "block_structure": [128, 128] } },
+                "b": { "weights": { "block_structure": "64x64" } },
+            } }),
+            "config_groups.b.weights.block_structure: has blocks of other sizes",
+        ),
+        (json!({ "quant_method": "quip" }), "compressed-tensors"),
+    ] {
+        check(json!({ "quantization_config": quantization }), told);
+    }
     for text in ["", "{", "[]", "{\"model_type\": NaN}"] {
         let error = parse_config(Path::new("config.json"), text, String::new()).unwrap_err().to_string();
         assert!(error.contains("config.json") && error.contains("line 1"), "{error}");

@@ -7,6 +7,7 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use serde::Deserialize;
 
+use super::scaled::{Blocks, Code, Global, Scaled, Zeros};
 use super::{Packed, Packing, Span, StoredMagnitudes};
 use crate::hf_config::Quantization;
 use crate::safetensors::{SafetensorsFile, StoredDType, StoredTensor};
@@ -71,6 +72,18 @@ pub(in crate::source) fn find(
                 Some(stack) => Some((stack.to_owned(), tensors.mxfp4(stack, name)?)),
                 None => None,
             },
+            Quantization::Scaled { inverse, block } => {
+                let suffix = if *inverse { ".weight_scale_inv" } else { ".weight_scale" };
+                match name.strip_suffix(suffix) {
+                    Some(linear) => Some((format!("{linear}.weight"), tensors.scaled(linear, name, *block)?)),
+                    None => {
+                        if OF_ACTIVATIONS.iter().any(|suffix| name.ends_with(suffix)) {
+                            tensors.optional(name);
+                        }
+                        None
+                    }
+                }
+            }
         };
         if let Some((name, packed)) = packed {
             found.push(Found { name, packed });
@@ -78,6 +91,20 @@ pub(in crate::source) fn find(
     }
     Ok((found, tensors.taken.into_iter().map(str::to_owned).collect()))
 }
+
+/// What is stored for activations and caches that are quantised as they are made, which are not here.
+const OF_ACTIVATIONS: [&str; 10] = [
+    ".input_scale",
+    ".input_scale_ub",
+    ".input_zero_point",
+    ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+];
 
 /// The JSON of a 4-bit matrix's state.
 #[derive(Deserialize)]
@@ -333,5 +360,180 @@ impl<'a> Tensors<'a> {
         let types = [StoredDType::I32, StoredDType::U32];
         let zeros = self.exactly(&zeros, name, &types, columns.div_ceil(group) * packed)?;
         Ok(Packed { packing: Packing::Awq { words, zeros, scales, group }, rows, columns })
+    }
+
+    /// A matrix in codes with factors, of blocks of so many rows and columns where they are of blocks.
+    fn scaled(&mut self, linear: &str, name: &str, block: Option<[usize; 2]>) -> Result<Packed, ModelError> {
+        const BYTES: [StoredDType; 3] = [StoredDType::F8_E4M3, StoredDType::F8_E5M2, StoredDType::I8];
+        let packed = format!("{linear}.weight_packed");
+        let is_packed = self.by_name.contains_key(packed.as_str());
+        let codes_name = if is_packed { packed } else { format!("{linear}.weight") };
+        let (codes, tensor) = self.require(&codes_name, name)?;
+        let [rows, width] = match &*tensor.shape {
+            [rows, width] if *rows > 0 && *width > 0 => [*rows as usize, *width as usize],
+            shape => return Err(self.fail(&codes_name, format!("is {shape:?}; codes are a matrix"))),
+        };
+        let (code, columns) = match (Code::of(tensor.dtype), tensor.dtype) {
+            (Some(code), _) if !is_packed => (code, Some(width)),
+            (None, StoredDType::U8) => (Code::E2m1, width.checked_mul(2)),
+            (None, StoredDType::I32) if is_packed => {
+                let columns = self.columns_of_words(linear, name, rows)?;
+                let bits = [4, 8].into_iter().find(|bits| columns.div_ceil(32 / bits) == width);
+                let bits = bits.ok_or_else(|| {
+                    let reason =
+                        format!("is [{rows}, {width}]; {columns} inputs fill other words in 4 and 8 bits");
+                    self.fail(&codes_name, reason)
+                })?;
+                (Code::Words(bits), Some(columns))
+            }
+            _ => {
+                let types = BYTES.map(StoredDType::name).join(", ");
+                let reason =
+                    format!("is in {}; beside {name:?} it is in {types}, U8 or packed in I32", tensor.dtype);
+                return Err(self.fail(&codes_name, reason));
+            }
+        };
+        let columns = columns.ok_or_else(|| self.fail(&codes_name, "is too large"))?;
+        let (scales, blocks) = self.blocks(linear, name, [rows, columns], block)?;
+        let zeros = self.zeros(linear, name, code, rows.div_ceil(blocks.rows), blocks.across)?;
+        let global = match self.one(&format!("{linear}.weight_global_scale"))? {
+            Some(global) => Global::Over(global),
+            None => self.one(&format!("{linear}.weight_scale_2"))?.map_or(Global::One, Global::Times),
+        };
+        Ok(Packed {
+            packing: Packing::Scaled(Scaled { codes, code, scales, blocks, zeros, global }),
+            rows,
+            columns,
+        })
+    }
+
+    /// The inputs of a matrix in words, which its shape is stored for.
+    fn columns_of_words(&mut self, linear: &str, of: &str, rows: usize) -> Result<usize, ModelError> {
+        let name = format!("{linear}.weight_shape");
+        let (span, tensor) = self.require(&name, of)?;
+        let bytes = self.bytes(&span);
+        let size = match tensor.dtype {
+            StoredDType::I64 => 8,
+            _ => 4,
+        };
+        let number = |chunk: &[u8]| {
+            chunk.iter().rev().try_fold(0u64, |n, byte| Some(n.checked_mul(256)? + u64::from(*byte)))
+        };
+        let numbers: Vec<Option<u64>> = bytes.chunks(size).map(number).collect();
+        match numbers[..] {
+            [Some(own), Some(columns)]
+                if own == rows as u64 && (1..=u64::from(u32::MAX)).contains(&columns) =>
+            {
+                Ok(columns as usize)
+            }
+            _ => {
+                let reason = format!("is not the shape of a matrix of {rows} outputs");
+                Err(self.fail(&name, reason))
+            }
+        }
+    }
+
+    /// A matrix's factors, and where each of them reaches.
+    fn blocks(
+        &mut self,
+        linear: &str,
+        name: &str,
+        [rows, columns]: [usize; 2],
+        block: Option<[usize; 2]>,
+    ) -> Result<(Span, Blocks), ModelError> {
+        const FACTORS: [StoredDType; 6] = [
+            StoredDType::F32,
+            StoredDType::BF16,
+            StoredDType::F16,
+            StoredDType::F8_E4M3,
+            StoredDType::F8_E8M0,
+            StoredDType::U8,
+        ];
+        let (scales, tensor) = self.require(name, name)?;
+        let shape = &*tensor.shape;
+        let many: Vec<usize> = shape.iter().map(|size| usize::try_from(*size).unwrap_or(0)).collect();
+        let blocked = block.filter(|[m, n]| many == [rows.div_ceil(*m), columns.div_ceil(*n)]);
+        let found = match (blocked, &many[..]) {
+            (Some([m, n]), [_, across]) => Some((m, n, *across)),
+            (_, [] | [1] | [1, 1]) => Some((rows, columns, 1)),
+            (_, [own] | [own, 1]) if *own == rows => Some((1, columns, 1)),
+            (_, [own, across]) if *own == rows && *across > 0 && columns.is_multiple_of(*across) => {
+                Some((1, columns / across, *across))
+            }
+            _ => None,
+        };
+        let Some((block_rows, block_columns, across)) = found.filter(|_| FACTORS.contains(&tensor.dtype))
+        else {
+            let reason = format!(
+                "is {shape:?} in {}; a matrix [{rows}, {columns}] has one factor, one for each row, for each group of a row{}",
+                tensor.dtype,
+                block.map_or(String::new(), |[m, n]| format!(" or for each block of {m} x {n}")),
+            );
+            return Err(self.fail(name, reason));
+        };
+        let index_name = format!("{linear}.weight_g_idx");
+        let index = if self.by_name.contains_key(index_name.as_str()) {
+            let span = self.exactly(&index_name, name, &[StoredDType::I32, StoredDType::U32], columns)?;
+            let bytes = self.bytes(&span);
+            let mut groups = (0..columns).map(|i| super::word(bytes, i));
+            // -1 where inputs were not put in order.
+            if groups.clone().all(|group| group == u32::MAX) {
+                None
+            } else if let Some(other) = groups.find(|group| *group as usize >= across) {
+                return Err(self.fail(&index_name, format!("names group {other} of {across}")));
+            } else {
+                Some(span)
+            }
+        } else {
+            None
+        };
+        Ok((scales, Blocks { rows: block_rows, columns: block_columns, across, index }))
+    }
+
+    /// What is taken from the codes of a matrix with so many factors above and beside each other.
+    fn zeros(
+        &mut self,
+        linear: &str,
+        of: &str,
+        code: Code,
+        down: usize,
+        across: usize,
+    ) -> Result<Zeros, ModelError> {
+        let name = format!("{linear}.weight_zero_point");
+        if !self.by_name.contains_key(name.as_str()) {
+            return Ok(Zeros::None);
+        }
+        if let Code::Words(bits) = code {
+            let count = down.div_ceil(32 / bits) * across;
+            return Ok(Zeros::Words(self.exactly(
+                &name,
+                of,
+                &[StoredDType::I32, StoredDType::U32],
+                count,
+            )?));
+        }
+        let own = match code {
+            Code::Int8 => StoredDType::I8,
+            Code::E4m3 | Code::E5m2 | Code::E2m1 | Code::Words(_) => StoredDType::F8_E4M3,
+        };
+        let span = self.exactly(&name, of, &[own, StoredDType::I8], down * across)?;
+        match self.bytes(&span).iter().all(|byte| *byte == 0) {
+            true => Ok(Zeros::None),
+            false if code == Code::Int8 => Ok(Zeros::Bytes(span)),
+            false => Err(self.fail(&name, "is not 0; floats have no zero point")),
+        }
+    }
+
+    /// The only element of a tensor of factors, if there is that tensor.
+    fn one(&mut self, name: &str) -> Result<Option<f32>, ModelError> {
+        if !self.by_name.contains_key(name) {
+            return Ok(None);
+        }
+        let span = self.exactly(name, name, &[StoredDType::F32], 1)?;
+        let factor = span.float(self.bytes(&span), 0);
+        match factor.is_finite() && factor != 0.0 {
+            true => Ok(Some(factor)),
+            false => Err(self.fail(name, format!("is {factor}"))),
+        }
     }
 }
