@@ -214,11 +214,28 @@ def compressed(form, factors=torch.float32, **weights):
         if values.dtype == torch.float32:
             expected[name] = {"hash": fnv(values)}
         else:
-            expected[name] = {"rounded": values.float().flatten()[:40].tolist(), "type": str(values.dtype)}
+            assert values.dtype == torch.bfloat16
+            expected[name] = {"rounded": fnv(values)}
 
     groups = {"group_0": {"targets": ["Linear"], "weights": json.loads(args.model_dump_json())}}
     config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
     return config | {"quantization_status": "compressed", "ignore": ["lm_head"]}, pack
+
+
+def ordered(name, weight, state, expected):
+    """Words whose groups are of inputs that do not lie beside each other, as versions up to 0.13 wrote them."""
+    base, inputs = name.removesuffix(".weight"), weight.shape[1]
+    order = torch.randperm(inputs)
+    codes, zeros, scales = grouped(weight[:, order], 4, 16)
+    groups, back = torch.empty(inputs, dtype=torch.int32), torch.empty_like(codes)
+    groups[order], back[:, order] = (torch.arange(inputs) // 16).to(torch.int32), codes
+    state[f"{base}.weight_packed"] = words(back, 4)
+    state[f"{base}.weight_shape"] = torch.tensor(weight.shape)
+    state[f"{base}.weight_scale"] = scales
+    state[f"{base}.weight_zero_point"] = words(zeros.T.contiguous(), 4).T.contiguous()
+    state[f"{base}.weight_g_idx"] = groups
+    of = groups.long()
+    expected[name] = {"hash": fnv((back - zeros[:, of]).float() * scales.float()[:, of])}
 
 
 def nvfp4_of_modelopt(name, weight, state, expected):
@@ -250,6 +267,16 @@ def scaled():
         "ct_int8_rows": compressed("int-quantized", strategy="channel", num_bits=8, symmetric=False, **integers),
         "ct_int8": compressed("int-quantized", strategy="tensor", **eight, **integers),
         "ct_int4": compressed("pack-quantized", strategy="group", group_size=16, num_bits=4, symmetric=False, **integers),
+        "ct_ordered": (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {
+                    "group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16, "actorder": "group"}}
+                },
+            },
+            ordered,
+        ),
         "ct_words8": compressed("pack-quantized", strategy="channel", **eight, **integers),
         "ct_nvfp4": compressed(
             "nvfp4-pack-quantized",
@@ -342,6 +369,7 @@ def main():
         return adapters(target / "base", target / "adapters")
     if sys.argv[2:] == ["scaled"]:
         state = load_file(target / "base" / "model.safetensors")
+        torch.manual_seed(1)
         return write(target, json.loads((target / "base" / "config.json").read_text()), state, scaled())
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**SIZES)

@@ -97,6 +97,9 @@ EXPERTS |= {
     # Values as wide as keys; a longer context.
     "deepseek-v3-yarn": ("DeepseekV3", dict(q_lora_rank=None, n_group=1, topk_group=1, num_mtp_layers=0, rope_parameters=LATENT_YARN,
                                             **{**LATENT, "v_head_dim": 10})),
+    "glm-4.7-flash": ("Glm4MoeLite", dict(q_lora_rank=14, n_group=1, topk_group=1, routed_scaling_factor=1.8,
+                                          mlp_layer_types=["dense", "sparse", "sparse"],
+                                          **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"})),
 }
 # Far more than what another order of sums changes.
 ROUNDING = 1e-4

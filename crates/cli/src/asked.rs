@@ -59,6 +59,11 @@ impl Asked {
         self.plan_by(&mut |machine| Ok(TrainingPlan::for_model(&self.config, &self.origin, machine)?))
     }
 
+    /// The same without ways to need less memory, where it fits.
+    pub fn plan_in_brief(&self) -> Result<(TrainingPlan, PlanSpeeds), Failure> {
+        self.plan_by(&mut |machine| Ok(TrainingPlan::in_brief(&self.config, &self.origin, machine)?))
+    }
+
     /// The same by another way of planning for a machine.
     pub fn plan_by(
         &self,

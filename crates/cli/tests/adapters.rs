@@ -1,11 +1,9 @@
 //! Training adapters and using them, as a user does it.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 /// A small trained base in `base`, and a configuration that trains adapters of it into `lora`.
 fn base() -> tempfile::TempDir {

@@ -1,14 +1,11 @@
 //! `plimsoll bench memory` on a tiny model: planned peaks are measured ones for every technique, and the pictures are
 //! whole. `plimsoll bench step`: what is measured is the step that was planned. `plimsoll bench disk`: every way is measured, and nothing is left on the disk.
 
-#[path = "support/svg.rs"]
-mod svg;
-
 use std::path::Path;
 use std::process::{Command, Output};
 
+use crate::svg::well_formed;
 use serde_json::Value;
-use svg::well_formed;
 
 const MODEL: &str = "model.from_scratch={hidden_size: 16, intermediate_size: 24, num_hidden_layers: 4, num_attention_heads: 2}";
 

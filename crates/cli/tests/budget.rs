@@ -1,13 +1,11 @@
 //! The budget as a promise: whose limit counts, tiers in the plan, and runs that are killed or stopped in the middle.
 #![cfg(unix)]
 
-mod support;
-
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 /// Runs the program as `"$0" "$@"` of a shell script.
 fn shell(folder: &Path, script: &str, arguments: &[&str]) -> Output {

@@ -1,12 +1,9 @@
 //! The cases of docs/cases.md: each command prints the lines that the page has, so that the page cannot go stale. No line depends on the
 //! speed of the machine that runs the test.
 
-#[allow(dead_code, reason = "other tests use the rest")]
-mod support;
-
 use std::path::PathBuf;
 
-use support::{plimsoll, text};
+use crate::support::{plimsoll, text};
 
 /// Commands that take longer than a second or two begin with this.
 const SLOW: [&str; 1] = ["plimsoll plan --model llama-3.1-405b"];

@@ -1,11 +1,9 @@
 //! `convert`, `merge` and `--quantize` as a user runs them, on a tiny model of bytes.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{ok, plimsoll, text};
 use serde_json::{Value, json};
-use support::{ok, plimsoll, text};
 
 const CONFIG: &str = "
 model:
@@ -18,7 +16,7 @@ output: {dir: out, save_steps: 0}
 
 /// A folder with a text and the model `out`.
 fn folder() -> tempfile::TempDir {
-    let folder = support::folder();
+    let folder = crate::support::folder();
     std::fs::write(folder.path().join("c.yaml"), CONFIG).unwrap();
     ok(folder.path(), &["train", "c.yaml"]);
     folder
@@ -247,7 +245,7 @@ fn an_adapter_is_merged() {
 /// QLoRA over the experts of gpt-oss in MXFP4: trained, answered with, merged into folders and files. Its vocabulary has 61 tokens.
 #[test]
 fn adapters_over_mxfp4_experts_are_trained_and_merged() {
-    let folder = support::folder();
+    let folder = crate::support::folder();
     let folder = folder.path();
     let base = concat!(env!("CARGO_MANIFEST_DIR"), "/../train/tests/data/mxfp4/gpt-oss");
     std::fs::create_dir(folder.join("base")).unwrap();

@@ -113,7 +113,7 @@ fn a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_ol
     let metrics = traced.inode(&out.join("metrics.jsonl"));
     let wanted: BTreeSet<u64> = traced.files(&last).into_iter().chain([metrics]).collect();
     let missing: Vec<u64> = wanted.difference(&synced(before)).copied().collect();
-    assert_eq!(missing, [], "not synced before the checkpoint got its name");
+    assert_eq!(missing, Vec::<u64>::new(), "not synced before the checkpoint got its name");
     // The names in a folder are synced with the folder: after the last file has its name.
     let is_sync_of = |action: &Action, inodes: &BTreeSet<u64>| matches!(action, Action::Sync(inode) if inodes.contains(inode));
     let files = traced.files(&last);
@@ -131,7 +131,7 @@ fn a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_ol
             .map(|name| traced.inode(&out.join(name)))
             .filter(|inode| !synced(&actions).contains(inode))
             .collect();
-    assert_eq!(missing, [], "not synced at all");
+    assert_eq!(missing, Vec::<u64>::new(), "not synced at all");
 }
 
 #[test]

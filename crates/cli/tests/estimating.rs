@@ -1,9 +1,7 @@
 //! What `estimate` says of other stacks.
 
-mod support;
-
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 const REQUEST: &str = r#"{"stack": "peft", "model": "smollm2-135m", "batch_size": 2, "sequence_length": 512, "precision": "fp16",
     "optimizer": "adamw_torch", "gradient_checkpointing": true, "attention": "eager", "hardware": "Tesla T4", "phase": "train",

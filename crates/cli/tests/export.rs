@@ -1,11 +1,9 @@
 //! `plimsoll export`: where the file and its notes go, and what is refused.
 
-mod support;
-
 use std::fs;
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 const FLAGS: [&str; 9] = [
     "--model",

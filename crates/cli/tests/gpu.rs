@@ -7,9 +7,8 @@ use serde_json::Value;
 
 #[path = "../../device/tests/cuda/mock.rs"]
 mod mock;
-mod support;
 
-use support::{folder, ok, text};
+use crate::support::{folder, ok, text};
 
 /// Runs the program where the system's loader finds that driver.
 fn with_driver(driver: &Path, folder: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
@@ -181,7 +180,7 @@ fn what_is_wrong_with_a_card_is_said() {
     let folder = folder();
     let path = folder.path();
     let nowhere = ["train", "c.yaml", "--device", "gpu"];
-    let said = text(&support::plimsoll(path, &nowhere).stderr);
+    let said = text(&crate::support::plimsoll(path, &nowhere).stderr);
     assert!(said.contains("must be auto, cpu, cuda or cuda:N"), "{said}");
     let Some(driver) = mock::library() else { return };
     let fails = |arguments: &[&str], variables: &[(&str, &str)]| {

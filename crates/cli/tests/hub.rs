@@ -1,13 +1,11 @@
 //! Models by hub id, from a server on loopback, through every command that takes a model.
 
-mod support;
-
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use support::{folder, ok, text};
+use crate::support::{folder, ok, text};
 
 /// Serves a folder as the repository of every id, each file as a whole.
 fn serve(files: PathBuf) -> String {

@@ -1,11 +1,9 @@
 //! `inspect` of everything that there is.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::{Value, json};
-use support::{folder, ok, plimsoll, text};
 
 fn inspect(folder: &Path, path: &str) -> Value {
     serde_json::from_str(&ok(folder, &["inspect", path, "--json"])).unwrap()

@@ -2,13 +2,11 @@
 //! more than the line at any moment, from the first to the last.
 #![cfg(target_os = "linux")]
 
-mod support;
-
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 /// From far too little to ample, in MiB.
 const LINES: [u64; 8] = [1, 16, 24, 28, 30, 32, 40, 96];

@@ -1,14 +1,12 @@
 //! `monitor` watches what others run, says what it sees, and explains a run after its end.
 
-mod support;
-
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 fn lines(out: &str) -> Vec<Value> {
     out.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{line}: {e}"))).collect()

@@ -1,12 +1,10 @@
 //! What `plan` says of machines and of what does not fit, and where its speeds come from.
 
-mod support;
-
 use std::path::Path;
 use std::process::{Command, Output};
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 const SMALL: [&str; 5] = ["plan", "--model", "smollm2-135m", "--memory", "100MiB"];
 

@@ -1,11 +1,9 @@
 //! `plimsoll report`: a run, a plan and a configuration become a page; what is none of these is said with a remedy.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 fn read(folder: &Path, name: &str) -> String {
     std::fs::read_to_string(folder.join(name)).unwrap()

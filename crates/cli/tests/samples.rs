@@ -1,11 +1,9 @@
 //! Measuring chats and instructions, and the tokenizer of a GGUF file for a model from scratch, as a user does it.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::{Value, json};
-use support::{folder, ok, plimsoll, text};
 
 const TEMPLATE: &str =
     "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}";

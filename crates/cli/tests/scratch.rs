@@ -1,9 +1,7 @@
 //! Models that begin from nothing: every family, and a tokenizer that is trained on the data.
 
-mod support;
-
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 const FAMILIES: [&str; 11] = [
     "llama",

@@ -1,12 +1,8 @@
 //! `plan --goal`: what it prints for people and machines, its picture, and the goals that ask for a number or a device.
 
-mod support;
-#[path = "support/svg.rs"]
-mod svg;
-
+use crate::support::{folder, ok, plimsoll, text};
+use crate::svg::well_formed;
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
-use svg::well_formed;
 
 const MODEL: [&str; 5] = ["plan", "--model", "smollm2-135m", "--sequence-length", "256"];
 

@@ -1,14 +1,12 @@
 //! What others wrote: chats with foreign records, templates, devices in place of files, values that are wrong, readers
 //! that go away.
 
-mod support;
-
 use std::fmt::Write as _;
 use std::io::Read;
 use std::process::{Command, Stdio};
 
+use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
 
 const INSTRUCTIONS: [&str; 8] = [
     "plan",

@@ -1,11 +1,9 @@
 //! Training what lives on disk between its uses, as a user does it: the same bits as in memory, and what was planned.
 
-mod support;
-
 use std::path::Path;
 
+use crate::support::{folder, ok};
 use serde_json::Value;
-use support::{folder, ok};
 
 const AWAY: [&str; 8] = [
     "--set",

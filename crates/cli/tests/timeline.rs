@@ -1,16 +1,12 @@
 //! `plan --timeline` and a run with `memory.profile` write every allocation of a step; what cannot be written is said, and
 //! nothing is lost.
 
-mod support;
-#[path = "support/svg.rs"]
-mod svg;
-
 use std::path::Path;
 use std::process::Command;
 
+use crate::support::{folder, ok, plimsoll, text};
+use crate::svg::well_formed;
 use serde_json::Value;
-use support::{folder, ok, plimsoll, text};
-use svg::well_formed;
 
 fn read(folder: &Path, name: &str) -> String {
     std::fs::read_to_string(folder.join(name)).unwrap()

@@ -1,14 +1,12 @@
 //! Runs that are watched: on a terminal that a test plays, in a browser's words over the loopback, and as lines.
 
-mod support;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::support::{folder, ok, plimsoll, text};
 use rustix::process::{Pid, Signal, kill_process};
-use support::{folder, ok, plimsoll, text};
 
 /// Whatever a busy machine does, this is enough.
 const PATIENCE: Duration = Duration::from_secs(240);

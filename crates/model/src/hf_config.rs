@@ -26,7 +26,7 @@ pub const CONFIG_NAME: &str = "config.json";
 pub const GENERATION_CONFIG_NAME: &str = "generation_config.json";
 
 /// Values of `model_type` that are read.
-pub const SUPPORTED_MODEL_TYPES: [&str; 20] = [
+pub const SUPPORTED_MODEL_TYPES: [&str; 21] = [
     "llama",
     "mistral",
     "qwen2",
@@ -42,6 +42,7 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 20] = [
     "qwen3_moe",
     "olmoe",
     "glm4_moe",
+    "glm4_moe_lite",
     "deepseek",
     "deepseek_v2",
     "deepseek_v3",
@@ -53,13 +54,8 @@ pub const SUPPORTED_MODEL_TYPES: [&str; 20] = [
 pub(crate) const OWN_MIXTURE: &str = "plimsoll_moe";
 
 /// Values of `model_type` that are known and not read, and what they have that is missing here.
-const MISSING: [(&str, &str); 2] = [
-    ("deepseek_v32", "chooses the keys of each query by an indexer, which is not supported"),
-    (
-        "glm4_moe_lite",
-        "has the latent attention of DeepSeek-V3 in a family of its own, which is not supported yet",
-    ),
-];
+const MISSING: [(&str, &str); 1] =
+    [("deepseek_v32", "chooses the keys of each query by an indexer, which is not supported")];
 
 /// What a family has that is missing here, by its `model_type`, if it is known for that.
 pub fn missing_of(model_type: &str) -> Option<&'static str> {
@@ -171,12 +167,16 @@ pub(crate) enum Quantization {
     /// Blocks of 32 values with a power of two as scale: the experts of gpt-oss.
     Mxfp4,
     /// Codes of 4 and 8 bits with factors beside them.
-    Scaled {
-        /// Whether factors are named as the inverse of those that quantising multiplied by.
-        inverse: bool,
-        /// Rows and columns that share a factor, where blocks do.
-        block: Option<[usize; 2]>,
-    },
+    Scaled(Grouping),
+}
+
+/// What shares a factor, as far as the configuration says so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Grouping {
+    /// Rows and columns of a block.
+    pub block: Option<[usize; 2]>,
+    /// Columns of a group of a row.
+    pub group: Option<usize>,
 }
 
 /// The packing of the checkpoint in a folder, if any.
@@ -225,12 +225,12 @@ fn quantization(config: &Keys) -> Result<Option<Quantization>, ConfigError> {
                 true => block_of(&keys, "weight_block_size")?,
                 false => Some([128; 2]),
             };
-            Ok(Some(Quantization::Scaled { inverse: true, block }))
+            Ok(Some(Quantization::Scaled(Grouping { block, group: None })))
         }
-        "fbgemm_fp8" => Ok(Some(Quantization::Scaled { inverse: false, block: None })),
+        "fbgemm_fp8" => Ok(Some(Quantization::Scaled(Grouping::default()))),
         "compressed-tensors" => compressed_tensors(&keys).map(Some),
         "modelopt" => match keys.str("quant_algo")? {
-            None | Some("FP8" | "NVFP4") => Ok(Some(Quantization::Scaled { inverse: false, block: None })),
+            None | Some("FP8" | "NVFP4") => Ok(Some(Quantization::Scaled(Grouping::default()))),
             Some(other) => {
                 Err(keys.refuse("quant_algo", format!("is {}; FP8 and NVFP4 are read", Shown(other))))
             }
@@ -283,25 +283,38 @@ fn compressed_tensors(keys: &Keys) -> Result<Quantization, ConfigError> {
         let reason = format!("is {}; weights that leave zeros out are not read", Shown(format));
         return Err(sparsity.refuse("format", reason));
     }
-    if keys.object("transform_config")?.is_some_and(|transforms| transforms.has("config_groups")) {
+    let transforms = keys.object("transform_config")?.map(|transforms| transforms.objects("config_groups"));
+    if transforms.transpose()?.is_some_and(|groups| !groups.is_empty()) {
         let reason = "turns activations before the products, which is not supported".to_owned();
         return Err(keys.refuse("transform_config", reason));
     }
-    let mut block = None;
+    let mut all = Grouping::default();
     for group in keys.objects("config_groups")? {
         let Some(weights) = group.object("weights")? else { continue };
-        let own = block_of(&weights, "block_structure")?;
-        match (block, own) {
-            (None, _) => block = own,
-            (Some(known), Some(own)) if known != own => {
-                let reason =
-                    "has blocks of other sizes than another group, which is not supported".to_owned();
-                return Err(weights.refuse("block_structure", reason));
-            }
-            (Some(_), _) => {}
+        if let Some(other) = weights.u64("num_bits")?.filter(|bits| ![4, 8].contains(bits)) {
+            return Err(weights.refuse("num_bits", format!("is {other}; 4 and 8 are read")));
         }
+        let own = Grouping {
+            block: block_of(&weights, "block_structure")?,
+            group: match weights.str("strategy")? {
+                Some("group" | "tensor_group") => weights.u64("group_size")?.map(|size| size.max(1) as usize),
+                _ => None,
+            },
+        };
+        let others = |key| {
+            let reason =
+                "has another size than in another group of layers, which is not supported".to_owned();
+            Err(weights.refuse(key, reason))
+        };
+        if all.block.is_some() && own.block.is_some() && all.block != own.block {
+            return others("block_structure");
+        }
+        if all.group.is_some() && own.group.is_some() && all.group != own.group {
+            return others("group_size");
+        }
+        all = Grouping { block: all.block.or(own.block), group: all.group.or(own.group) };
     }
-    Ok(Quantization::Scaled { inverse: false, block })
+    Ok(Quantization::Scaled(all))
 }
 
 fn model_spec(config: &Keys, name: String) -> Result<ModelSpec, ConfigError> {

@@ -274,7 +274,7 @@ impl WeightSource {
         let stored = self.place(parameter).map(|place| {
             let any = |what: &dyn Fn(&StoredAt) -> bool| place.parts.iter().any(what);
             match (any(&cut), any(&of_values)) {
-                // Codes of 8 bits and less times factors of 16 bits and less: as their libraries dequantise them.
+                // Codes of 8 bits and less times a factor: bf16 is nearer to them than they are to what was quantised.
                 (_, true) => DType::Bf16,
                 (true, false) => widest,
                 (false, false) => place.dtype(),
@@ -361,6 +361,7 @@ impl WeightSource {
         Ok(())
     }
 
+    /// The same of one of its places.
     fn release_part(&self, part: &StoredAt) {
         match (&part.packed, self.files.get(part.file)) {
             (Some(packed), _) => packed.matrix.release(&self.files),

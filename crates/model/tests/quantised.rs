@@ -38,11 +38,10 @@ fn read(files: &ModelFiles, parameter: &Parameter, dtype: DType) -> Result<Vec<f
 fn check(expected: &Value, values: &[f32], what: &str) {
     if let Some(hash) = expected["hash"].as_str() {
         assert_eq!(fnv(values), hash, "{what}");
-    } else if let Some(expected) = expected["rounded"].as_array() {
-        for (i, (expected, value)) in expected.iter().zip(values).enumerate() {
-            let rounded = half::bf16::from_f32(*value).to_f32();
-            assert_eq!(rounded, expected.as_f64().unwrap() as f32, "{what} {i}: {value}");
-        }
+    } else if let Some(hash) = expected["rounded"].as_str() {
+        // Its library computes in bf16.
+        let rounded: Vec<f32> = values.iter().map(|value| half::bf16::from_f32(*value).to_f32()).collect();
+        assert_eq!(fnv(&rounded), hash, "{what}");
     } else {
         let expected = expected["values"].as_array().unwrap();
         for (i, (expected, value)) in expected.iter().zip(values).enumerate() {
@@ -71,6 +70,7 @@ fn every_scheme_is_dequantised_as_its_library_does() {
         ("ct_int8_rows", DType::F32),
         ("ct_int8", DType::F32),
         ("ct_int4", DType::F32),
+        ("ct_ordered", DType::F32),
         ("ct_words8", DType::F32),
         ("ct_nvfp4", DType::F32),
         ("ct_mxfp4", DType::F32),
@@ -159,12 +159,7 @@ fn what_does_not_belong_together_is_named() {
         ("fp8", "v_proj.weight_scale_inv", "v_proj.weight_scale_inw", "v_proj"),
         ("ct_int4", "v_proj.weight_shape", "v_proj.weight_shapf", "v_proj.weight_shape"),
         ("ct_int4", "v_proj.weight_packed", "v_proj.weight_packee", "v_proj.weight"),
-        (
-            "ct_nvfp4",
-            "v_proj.weight_global_scale",
-            "v_proj.weight_global_scalf",
-            "v_proj.weight_global_scalf",
-        ),
+        ("ct_nvfp4", "v_proj.weight_global_scale", "v_proj.weight_global_scalf", "needs weight_global_scale"),
     ] {
         let folder = broken(scheme, |bytes| replace(bytes, from, to));
         let error = ModelFiles::open(folder.path()).unwrap_err().to_string();
@@ -272,7 +267,13 @@ fn experts_in_8_bit_floats_are_read_one_by_one() {
     let code = |seed: u64, i: u64| ((seed * 31 + i * 7) % 0x7f) as u8;
     let factor = |seed: u64, block: u64| (seed + block + 1) as f32 / 64.0;
     let (mut all, mut seeds) = (Vec::new(), std::collections::HashMap::new());
-    for (name, dtype, shape, bytes) in safetensors_of(&bytes) {
+    // Published models have a layer behind the last, which is not read.
+    let mut tensors = safetensors_of(&bytes);
+    let last = tensors.iter().filter(|tensor| tensor.0.contains(".layers.2.")).cloned();
+    let behind: Vec<Stored> =
+        last.map(|(name, d, s, b)| (name.replace(".layers.2.", ".layers.3."), d, s, b)).collect();
+    tensors.extend(behind);
+    for (name, dtype, shape, bytes) in tensors {
         if !name.contains("proj") {
             all.push((name, dtype, shape, bytes));
             continue;
@@ -309,4 +310,40 @@ fn experts_in_8_bit_floats_are_read_one_by_one() {
         }
     }
     assert_eq!(experts, 2 * 3 * 8);
+}
+
+/// Groups that there are not, and factors without the one that they are to be multiplied by.
+#[test]
+fn factors_that_are_not_whole_are_refused() {
+    let refused = |scheme: &str, change: &dyn Fn(&mut Vec<Stored>)| {
+        let folder = broken(scheme, |bytes| {
+            let mut tensors = safetensors_of(bytes);
+            change(&mut tensors);
+            *bytes = written(&tensors);
+        });
+        ModelFiles::open(folder.path()).map(|_| ()).map_err(|error| error.to_string())
+    };
+    let index = |value: u32| {
+        move |tensors: &mut Vec<Stored>| {
+            let all = tensors.iter_mut().filter(|tensor| tensor.0.ends_with("weight_g_idx"));
+            all.for_each(|tensor| {
+                tensor.3.chunks_mut(4).for_each(|own| own.copy_from_slice(&value.to_le_bytes()))
+            });
+        }
+    };
+    let error = refused("ct_ordered", &index(3)).unwrap_err();
+    assert!(error.contains("names group 3 of"), "{error}");
+    // Nothing was put in order.
+    refused("ct_ordered", &index(u32::MAX)).unwrap();
+    for (scheme, global) in [("ct_nvfp4", "global_scale"), ("modelopt_nvfp4", "weight_scale_2")] {
+        let error =
+            refused(scheme, &|tensors| tensors.retain(|tensor| !tensor.0.ends_with(global))).unwrap_err();
+        assert!(error.contains("needs weight_global_scale or weight_scale_2"), "{error}");
+    }
+    let uneven = |tensors: &mut Vec<Stored>| {
+        let own = tensors.iter_mut().find(|tensor| tensor.0.ends_with("down_proj.weight_scale")).unwrap();
+        (own.2[1], own.3) = (2, own.3[..own.3.len() / 3 * 2].to_vec());
+    };
+    let error = refused("ct_int4", &uneven).unwrap_err();
+    assert!(error.contains("for each group of a row of 16"), "{error}");
 }

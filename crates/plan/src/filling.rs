@@ -24,7 +24,10 @@ impl Search<'_> {
             let of_form =
                 |(_, wanted): &(usize, &Wanted)| (Some(wanted.0.checkpointing) == first) == is_first;
             let ladder = || self.ladder.iter().enumerate().filter(of_form);
-            let may_fit = ladder().filter(|(_, wanted)| !self.cannot_fit(wanted, []));
+            let known = || found.iter().map(|(_, choice)| choice);
+            let may_fit =
+                |wanted: &Wanted| !(self.cannot_fit(wanted, []) || self.is_hopeless(wanted, known()));
+            let may_fit = ladder().filter(|(_, wanted)| may_fit(wanted));
             self.runs.ahead(may_fit.map(|(_, wanted)| wanted.clone()));
             let before = found.len();
             for (place, wanted) in ladder() {

@@ -340,7 +340,7 @@ impl Search<'_> {
             Some((StepSettings { micro_batches_per_pass, ..settings.clone() }, *accumulation))
         };
         let (mut low, mut high, mut next) = (0, sizes.len(), sizes.len().saturating_sub(1));
-        self.runs.ahead_of_first([next, sizes.len() / 2].into_iter().filter_map(with));
+        self.runs.ahead_of_first([next, next / 2].into_iter().filter_map(with));
         let mut most = None;
         while low < high
             && let Some((settings, accumulation)) = with(next)

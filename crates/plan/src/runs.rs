@@ -93,9 +93,14 @@ impl<'a> DryRuns<'a> {
             return;
         }
         let missing = |(settings, accumulation): &Wanted| self.find(settings, *accumulation).is_none();
-        let wanted: Vec<Wanted> = wanted.into_iter().filter(missing).collect();
+        let mut distinct: Vec<Wanted> = Vec::new();
+        for wanted in wanted.into_iter().filter(missing) {
+            if !distinct.contains(&wanted) {
+                distinct.push(wanted);
+            }
+        }
         // Whoever asks for one that failed is told why.
-        at_once(&wanted, self.threads, |(settings, accumulation)| {
+        at_once(&distinct, self.threads, |(settings, accumulation)| {
             self.of(settings.clone(), *accumulation).is_ok()
         });
     }

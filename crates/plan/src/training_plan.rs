@@ -73,7 +73,8 @@ pub struct TrainingPlan {
     pub limits: Limits,
     /// The machine that the plan is made for.
     pub machine: Machine,
-    /// Other settings that need less memory or, where the plan does not fit, settings that fit.
+    /// Other settings that need less memory or, where the plan does not fit, settings that fit. None of a plan that fits and was made
+    /// [in brief](Self::in_brief).
     pub alternatives: Vec<Alternative>,
     /// What the run writes.
     pub saved: SavedBytes,
@@ -98,10 +99,17 @@ pub struct LayerBytes {
     pub by_tag: BTreeMap<Tag, u64>,
 }
 
+/// When ways to need less memory are looked for.
+#[derive(Clone, Copy, PartialEq)]
+enum Alternatives {
+    Always,
+    WhereNothingFits,
+}
+
 impl TrainingPlan {
     /// Makes the plan for a model that is known by its shape alone.
     pub fn new(config: &RawConfig, spec: &ModelSpec, machine: &Machine) -> Result<TrainingPlan, StepError> {
-        TrainingPlan::with(config, spec, None, machine)
+        TrainingPlan::with(config, spec, None, machine, Alternatives::Always)
     }
 
     /// Makes the plan for a model, whose files say how frozen weights are stored.
@@ -110,7 +118,19 @@ impl TrainingPlan {
         origin: &ModelOrigin,
         machine: &Machine,
     ) -> Result<TrainingPlan, StepError> {
-        TrainingPlan::with(config, origin.spec(), origin.weights(), machine)
+        TrainingPlan::with(config, origin.spec(), origin.weights(), machine, Alternatives::Always)
+    }
+
+    /// The same in less time: where it fits, [`alternatives`](Self::alternatives) are not looked for.
+    ///
+    /// # Errors
+    /// As of [`for_model`](Self::for_model).
+    pub fn in_brief(
+        config: &RawConfig,
+        origin: &ModelOrigin,
+        machine: &Machine,
+    ) -> Result<TrainingPlan, StepError> {
+        TrainingPlan::with(config, origin.spec(), origin.weights(), machine, Alternatives::WhereNothingFits)
     }
 
     fn with(
@@ -118,6 +138,7 @@ impl TrainingPlan {
         spec: &ModelSpec,
         stored: Option<&WeightSource>,
         machine: &Machine,
+        wanted: Alternatives,
     ) -> Result<TrainingPlan, StepError> {
         check_experts(config, spec)?;
         let asked = config;
@@ -126,7 +147,7 @@ impl TrainingPlan {
             // Where nothing fits, it is said why as without a search.
             let mut config = best.unwrap_or_else(|| config.clone());
             config.planning = Default::default();
-            let plan = TrainingPlan::with(&config, spec, stored, machine)?;
+            let plan = TrainingPlan::with(&config, spec, stored, machine, wanted)?;
             return Ok(TrainingPlan { asked: asked.clone(), search: Some(report), ..plan });
         }
         let load_line = load_line(config, machine);
@@ -135,6 +156,7 @@ impl TrainingPlan {
         let config = &config;
         let resolved = resolved_config(config, &choice);
         let (alternatives, refusal) = match limits.allow(&choice) {
+            true if wanted == Alternatives::WhereNothingFits => (Vec::new(), None),
             true => (advice::alternatives(&resolved, &runs, stored, machine, &choice), None),
             false => {
                 let tried = advice::alternatives(config, &runs, stored, machine, &choice);

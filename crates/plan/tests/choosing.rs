@@ -1,8 +1,6 @@
 //! What the planner chooses, against choices that are worked out beside it: each form of checkpointing by a dry run of its
 //! own, the settings of a step by what was written, the steps of a ladder one by one.
 
-mod common;
-
 use std::collections::BTreeSet;
 
 use plimsoll_device::DType;
@@ -18,7 +16,7 @@ use plimsoll_step::{
     PipelineSchedule, Precision, Ranks, StepSettings, UpdateTiming,
 };
 
-use common::machine;
+use crate::common::machine;
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 2, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }

@@ -1,7 +1,5 @@
 //! How the planner divides ranks that may divide the work in any way: beside every division, planned by itself.
 
-mod common;
-
 use std::collections::BTreeSet;
 
 use plimsoll_memory::Tier;
@@ -10,7 +8,7 @@ use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_plan::{Choice, Division, Limits, Machine, TrainingPlan};
 use plimsoll_step::{Checkpointing, Group, StepSettings};
 
-use common::machine;
+use crate::common::machine;
 
 const HOME: &str =
     "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}";

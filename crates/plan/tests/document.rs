@@ -1,7 +1,5 @@
 //! What a plan says of itself, in numbers that are worked out by hand from the model's sizes.
 
-mod common;
-
 use plimsoll_device::DType;
 use plimsoll_memory::{Phase, Tag, TagBytes, Tier};
 use plimsoll_model::{ModelSpec, Parameter, catalogue};
@@ -15,7 +13,7 @@ use plimsoll_step::{
 };
 use serde_json::{Value, json};
 
-use common::machine;
+use crate::common::machine;
 
 /// Two layers of 576 dimensions, nine heads and three for keys and values, with a tied embedding of 4096 rows.
 fn spec() -> ModelSpec {

@@ -1,12 +1,10 @@
 //! Why a key has its value: what is said of other values is what their plans say.
 
-mod common;
-
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{GradientCheckpointing, RawConfig};
 use plimsoll_plan::{ChosenBy, Explanation, ModelOrigin, Outcome, Planned, TrainingPlan};
 
-use common::machine;
+use crate::common::machine;
 
 fn origin() -> ModelOrigin {
     let spec = catalogue::find("smollm2-135m").unwrap();

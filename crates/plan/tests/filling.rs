@@ -1,15 +1,13 @@
 //! Automatic choices use the line: what was sent away comes back as far as there is room, and nothing is filled beyond
 //! what may be.
 
-mod common;
-
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{LimitedBy, Machine, Resource, TrainingPlan};
 use plimsoll_step::{KeptLayers, Offload};
 
-use common::machine;
+use crate::common::machine;
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 12, vocab_size: 8192, ..catalogue::find("smollm2-135m").unwrap() }

@@ -3,7 +3,7 @@
 //! A plan is the step run dry, so that memory which both of them waste is seen by no test that compares the two. This one
 //! sees it, and every saving too. Where a number changes for a reason, write the file anew and give the reason in it:
 //!
-//!     cargo test --release --workspace --locked --test golden_peaks -- --ignored
+//!     cargo test --release --workspace --locked --test all -- --ignored golden_peaks::
 
 use std::fmt::Write as _;
 use std::path::Path;

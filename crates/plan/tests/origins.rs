@@ -1,8 +1,6 @@
 //! Where a model comes from and how its files hold it: names and sizes, a folder, a GGUF file of 8-bit blocks, and what
 //! adapters train beside each.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -13,7 +11,7 @@ use plimsoll_plan::{ModelOrigin, OriginError, TrainingPlan, quantized_as};
 use plimsoll_step::{Adapters, StepError};
 use serde_json::{Map, json};
 
-use common::machine;
+use crate::common::machine;
 
 fn find(text: &str) -> Result<ModelOrigin, OriginError> {
     ModelOrigin::find(&RawConfig::from_str(text, "test").unwrap())

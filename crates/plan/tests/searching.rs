@@ -1,14 +1,12 @@
 //! A search as users meet it: its plan and every point of its front can be run again and take those very bytes, what the user has
 //! said stays, and a class allows what it says.
 
-mod common;
-
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{Auto, GradientCheckpointing, MixedPrecision, Optimizer, Quality, RawConfig};
 use plimsoll_plan::{Machine, TrainingPlan};
 use plimsoll_step::Checkpointing;
 
-use common::machine;
+use crate::common::machine;
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 6, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }

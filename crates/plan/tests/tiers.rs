@@ -1,14 +1,12 @@
 //! Which plan is made where memory, the host's budget or the disk are short.
 
-mod common;
-
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::config::{Auto, OffloadTarget, RawConfig};
 use plimsoll_plan::{LimitedBy, TrainingPlan};
 use plimsoll_step::Offload;
 
-use common::machine;
+use crate::common::machine;
 
 fn spec() -> ModelSpec {
     catalogue::find("smollm2-135m").unwrap()

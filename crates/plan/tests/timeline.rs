@@ -1,8 +1,6 @@
 //! The timeline of a plan: every allocation is in it once, what is live at the peak is what the ledger says, and pictures
 //! stay small.
 
-mod common;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
@@ -12,7 +10,7 @@ use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{DryRun, Moment, Timeline, TimelineError, TimelineFormat, TrainingPlan};
 use serde_json::Value;
 
-use common::machine;
+use crate::common::machine;
 
 fn small() -> ModelSpec {
     ModelSpec { num_layers: 3, vocab_size: 2048, ..catalogue::find("smollm2-135m").unwrap() }

@@ -1,8 +1,6 @@
 //! From the naive step to the plan's: every technique that a plan has is an entry, the entries add up, and each is what a dry run of
 //! that step says.
 
-mod common;
-
 use std::collections::BTreeMap;
 
 use plimsoll_model::{ModelSpec, catalogue};
@@ -10,7 +8,7 @@ use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_plan::{Catalogue, DryRun, TrainingPlan, Waterfall};
 use plimsoll_step::{AttentionKind, Checkpointing, StepSettings};
 
-use common::machine;
+use crate::common::machine;
 
 fn spec() -> ModelSpec {
     ModelSpec { num_layers: 6, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() }
@@ -193,13 +191,13 @@ fn ranks_add_up_and_a_model_beyond_any_memory_has_a_naive_step() {
     let long =
         ["data.sequence_length=131072", "training.effective_batch_size=64", "memory.device_budget=24GiB"];
     let spec = ModelSpec { num_layers: 4, ..spec };
-    let plan = TrainingPlan::new(&crate::config(&long), &spec, &machine()).unwrap();
+    let plan = TrainingPlan::new(&self::config(&long), &spec, &machine()).unwrap();
     let waterfall = adds_up(&plan);
     assert!(waterfall.entries[0].device_peak_bytes > 1 << 50);
     assert_eq!(waterfall.next, None);
     // More bytes than 64 bits count: the way begins where it can.
     let longest = [&long[1..], &["data.sequence_length=16777216"]].concat();
-    let plan = TrainingPlan::new(&crate::config(&longest), &spec, &machine()).unwrap();
+    let plan = TrainingPlan::new(&self::config(&longest), &spec, &machine()).unwrap();
     let first = &adds_up(&plan).entries[0].change;
     assert!(first.ends_with("everything kept, but flash attention"), "{first}");
 }

@@ -1,12 +1,10 @@
 //! The table of ZeRO's stages, beside plans of the same.
 
-mod common;
-
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::RawConfig;
 
-use common::machine;
+use crate::common::machine;
 
 fn plan(set: &[&str]) -> TrainingPlan {
     let spec = ModelSpec { num_layers: 4, vocab_size: 4096, ..catalogue::find("smollm2-135m").unwrap() };

@@ -1,14 +1,12 @@
 //! A device with memory of its own: what moves between that and a disk goes through the host, in the bytes that a plan for such
 //! a device says, and changes no bit.
 
-mod common;
-
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::watched::Watched;
-use common::*;
+use crate::common::watched::Watched;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, Device, DeviceTraits, Dry, TRANSFER_BYTES, Transferred};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Tag, Tier};

@@ -1,8 +1,6 @@
 //! What tokens see in training: kinds of attention that see the same agree, and documents are as if they were alone.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use plimsoll_device::IGNORED_TARGET;
 use plimsoll_model::{AttentionSpec, ModelSpec, SlidingWindow};
 use plimsoll_step::{AttentionKind, BlockSparse, GradientClipping, MicroBatch, StepSettings};

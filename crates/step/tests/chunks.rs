@@ -1,13 +1,11 @@
 //! A sequence that is visited in chunks gives what the whole one gives, takes what a dry run says, and no more of the device for a
 //! longer one.
 
-mod common;
-
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};

@@ -1,10 +1,8 @@
 //! A dry run counts what repeats, and finds exactly what running all of it finds.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Device, DeviceError, Dry, Due, Lent, Op, Tally, Tensor, Transferred};
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::{Arena, AtPeak, Ledger, Loan, Tag, Tier};

@@ -1,11 +1,9 @@
 //! Decoding with a cache against the whole sequence at once.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry, IGNORED_TARGET};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Region, Tag, Tier};

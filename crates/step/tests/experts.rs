@@ -1,12 +1,10 @@
 //! Mixtures of experts under routers that do their worst: the plan holds, what nobody uses has no gradient, what training does with
 //! routers is that of its definitions, and frozen experts that come by themselves change no bit.
 
-mod common;
-
 use std::ops::Range;
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};

@@ -1,11 +1,9 @@
 //! Everything that a step brings from a lower tier is announced by its schedule, in order, so that it can be on its way
 //! meanwhile. A pool refuses to give anything else.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::Dry;
 use plimsoll_disk::LowerTiers;
 use plimsoll_memory::Tier;

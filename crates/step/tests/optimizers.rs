@@ -1,8 +1,6 @@
 //! Every optimizer in a whole step: planned = measured, thread counts and interruptions change no bit, losses fall.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use plimsoll_device::Device;
 use plimsoll_step::{
     AdafactorSettings, AdamSettings, ApolloChannels, EightBit, LionSettings, LowRankSettings, MicroBatch,

@@ -1,11 +1,9 @@
 //! Every rule with every kind of tensor on every tier: it runs, takes what a plan says, and gives the same bits.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};

@@ -1,10 +1,8 @@
 //! Every memory policy of a step: the plan knows it to the byte, and what only moves or recomputes changes no bit.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::Device;
 use plimsoll_step::{
     AttentionKind, BlockSparse, Checkpointing, Compression, GradientClipping, Group, LossScaling, MicroBatch,

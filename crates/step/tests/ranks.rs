@@ -1,14 +1,12 @@
 //! Many ranks take the step of one: the same bits where sums are in the order of the whole batch, and close to them elsewhere;
 //! each with the memory and the messages that a dry run says.
 
-mod common;
-
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::meets::meeting_ranks;
-use common::*;
+use crate::common::meets::meeting_ranks;
+use crate::common::*;
 use plimsoll_device::{Collective, Communicated, Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Phase, Region, Tag, Tier};
@@ -1056,7 +1054,7 @@ fn rows_that_cannot_be_divided_are_not() {
     assert_same_weights(&run(&spec, &settings, 2), &run(&spec, &whole, 2), "11 tokens");
     // Nor those of 8-bit floats, which have one factor for a tensor.
     let precision = Precision { linears: Linears::Fp8, ..BF16_WITH_MASTERS };
-    let fp8 = StepSettings { precision, ..sharing_products(common::settings(1, 12), 2) };
+    let fp8 = StepSettings { precision, ..sharing_products(crate::common::settings(1, 12), 2) };
     let whole = StepSettings { sequence_parallel: false, ..fp8.clone() };
     assert_same_weights(&run(&spec, &fp8, 2), &run(&spec, &whole, 2), "fp8");
 }

@@ -1,8 +1,6 @@
 //! What a micro-batch says of its samples: where they start, and what each target counts.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Device, IGNORED_TARGET};
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{GradientClipping, MicroBatch, StepSettings};

@@ -1,8 +1,6 @@
 //! The step against itself: planned = measured, policies and thread counts change no bit, gradients are gradients.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use plimsoll_device::{DType, Device};
 use plimsoll_model::{ModelSpec, Role};
 use plimsoll_step::{Checkpointing, GradientClipping, MicroBatch, Precision, StepSettings};

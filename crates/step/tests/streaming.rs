@@ -1,15 +1,13 @@
 //! Weights that live on disk give the bits of those that are always on the device, in the memory that a dry run finds,
 //! each block once in a pass.
 
-mod common;
-
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::*;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry};
 use plimsoll_disk::{ALIGNMENT, DiskError, LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tag, Tier};

@@ -1,12 +1,10 @@
 //! What lives on the host or on disk between its uses changes no bit, and takes what a dry run says on every tier.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use common::watched::Watched;
-use common::*;
+use crate::common::watched::Watched;
+use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, Dry};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Region, Tier};
@@ -31,7 +29,7 @@ fn all_on(tier: Tier) -> Offload {
 
 /// Sequences that reach all pieces of the vocabulary.
 fn spread(seed: u64, settings: &StepSettings) -> (Vec<u32>, Vec<u32>) {
-    let (tokens, targets) = common::tokens(seed, settings.batch_size, settings.sequence_length);
+    let (tokens, targets) = crate::common::tokens(seed, settings.batch_size, settings.sequence_length);
     let far = |token: u32| if token == u32::MAX { token } else { token * 509 % TOKENS as u32 };
     (tokens.into_iter().map(far).collect(), targets.into_iter().map(far).collect())
 }

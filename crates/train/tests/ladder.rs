@@ -1,7 +1,5 @@
 //! A run that memory is taken away from: it steps down, climbs back, and ends with the model of a run that never moved.
 
-mod common;
-
 use std::cell::Cell;
 use std::path::Path;
 
@@ -15,7 +13,7 @@ use plimsoll_train::{
 };
 use serde_json::Value;
 
-use common::{cpu, machine};
+use crate::common::{cpu, machine};
 
 const STEPS: u64 = 24;
 

@@ -1,7 +1,5 @@
 //! Runs on several ranks, here threads of one process: they leave what a run on one leaves, and go on from each other's checkpoints.
 
-mod common;
-
 use std::path::Path;
 
 use plimsoll_parallel::{Communicator, Wired, thread_ranks};
@@ -11,7 +9,7 @@ use plimsoll_train::{
     MemoryReading, Observer, Prepared, Report, RunEvent, StopFlag, Surroundings, TrainError,
 };
 
-use common::{cpu, machine};
+use crate::common::{cpu, machine};
 
 /// Micro-batches of a step, of all ranks.
 const MICRO_BATCHES: u32 = 4;

@@ -1,14 +1,12 @@
 //! A run that is asked to stop: wherever the wish comes, it ends after a step with a checkpoint of that step, and goes on from
 //! there to the bits of a run that was never stopped. One that was at its last step has finished.
 
-mod common;
-
 use std::path::Path;
 
 use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings, TrainingOutcome};
 
-use common::{cpu, machine};
+use crate::common::{cpu, machine};
 
 const STEPS: u64 = 6;
 

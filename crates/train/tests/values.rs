@@ -1,8 +1,6 @@
 //! What a run does at its edges, pinned to absolute values: learning rates and other fields of the metrics, how many checkpoints
 //! there are at any moment, and what a checkpoint carries over.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
 use plimsoll_monitor::Status;
@@ -11,7 +9,7 @@ use plimsoll_plan::config::RawConfig;
 use plimsoll_train::{MemoryReading, Observer, Prepared, RunEvent, StopFlag, Surroundings};
 use serde_json::Value;
 
-use common::{cpu, machine};
+use crate::common::{cpu, machine};
 
 fn config(folder: &Path, set: &[&str]) -> RawConfig {
     let words: String = (0..200).map(|i| format!("word{} ", i * 7 % 23)).collect();

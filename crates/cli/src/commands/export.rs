@@ -12,7 +12,7 @@ use crate::output::{out, outln, write_error, write_file};
 
 pub fn run(args: &ExportArgs) -> Result<(), Failure> {
     let asked = Asked::new(&args.source, &Imported::default(), &args.machine, true)?;
-    let (plan, _) = asked.plan()?;
+    let (plan, _) = asked.plan_in_brief()?;
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!(
             "nothing was exported: {}; plimsoll plan says with the same arguments what would fit",

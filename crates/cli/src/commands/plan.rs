@@ -132,7 +132,9 @@ impl<'a> Answer<'a> {
                     found = Some((sought, largest));
                     (plan, speeds)
                 }
-                (None, None) => asked.plan()?,
+                (None, None) if args.json || args.waterfall => asked.plan()?,
+                // Words say what would take less where nothing fits, and not where it does.
+                (None, None) => asked.plan_in_brief()?,
             },
             Some(sought) => asked.plan_by(&mut |machine| {
                 let finder = Finder { config: &asked.config, origin: &asked.origin, machine };

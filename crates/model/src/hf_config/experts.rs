@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::keys::Keys;
 use super::{ConfigError, OWN_MIXTURE, latent};
+use crate::shown::Shown;
 use crate::spec::{
     ExpertGroups, ExpertsSpec, ModelSpec, RouterSpec, Scoring, SharedExpert, ZeroComputationSpec,
 };
@@ -21,9 +22,10 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
             let sparse = |layer: u64| (layer + 1).checked_rem(step) == Some(0) && !dense.contains(&layer);
             (0..u64::from(num_layers)).map(sparse).collect()
         }
-        "glm4_moe" | "deepseek" | "deepseek_v2" | "deepseek_v3" => {
+        "glm4_moe_lite" if config.strings(LAYER_TYPES)?.is_some() => layer_types(config, num_layers)?,
+        "glm4_moe" | "glm4_moe_lite" | "deepseek" | "deepseek_v2" | "deepseek_v3" => {
             let usual = match family {
-                "glm4_moe" => 1,
+                "glm4_moe" | "glm4_moe_lite" => 1,
                 "deepseek_v3" => 3,
                 _ => 0,
             };
@@ -70,13 +72,14 @@ pub(super) fn read(config: &Keys, family: &str, num_layers: u32) -> Result<Optio
             let own = config.require_u64("moe_intermediate_size")?;
             (config.require_u64("num_experts")?, 2, own, shared(width, false))
         }
-        "deepseek_v2" | "deepseek_v3" => {
-            let (count, beside, width, per_token) = match family {
+        "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite" => {
+            let (usual, beside, width, per_token) = match family {
                 "deepseek_v2" => (64, 2, config.require_u64("moe_intermediate_size")?, 6),
+                "glm4_moe_lite" => (64, 1, inner(1536)?, 4),
                 _ => (256, 1, inner(2048)?, 8),
             };
             let beside = number("n_shared_experts", beside)?.saturating_mul(width);
-            (number("n_routed_experts", count)?, per_token, width, shared(beside, false))
+            (count("n_routed_experts", "num_local_experts", usual)?, per_token, width, shared(beside, false))
         }
         _ => {
             let (glm, width) = (family == "glm4_moe", inner(1408)?);
@@ -124,7 +127,7 @@ fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
     let known: &[(&str, &[&str])] = match family {
         "deepseek" => &[("scoring_func", &["softmax"])],
         "deepseek_v2" => &[("scoring_func", &["softmax"]), ("topk_method", &[GREEDY, GROUP_LIMITED])],
-        "deepseek_v3" => &[("scoring_func", &["sigmoid"]), ("topk_method", &[CORRECTED])],
+        "deepseek_v3" | "glm4_moe_lite" => &[("scoring_func", &["sigmoid"]), ("topk_method", &[CORRECTED])],
         _ => &[],
     };
     for (key, names) in known {
@@ -137,8 +140,11 @@ fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
         let reason = "is true, which is computed in more than one way and not supported".to_owned();
         return Err(config.refuse("norm_topk_prob", reason));
     }
-    let (usual_groups, usual_chosen, usual_scale) =
-        if family == "deepseek_v3" { (8, 4, 2.5) } else { (1, 1, 1.0) };
+    let (usual_groups, usual_chosen, usual_scale) = match family {
+        "deepseek_v3" => (8, 4, 2.5),
+        "glm4_moe_lite" => (1, 1, 1.8),
+        _ => (1, 1, 1.0),
+    };
     let has_groups = match family {
         "deepseek_v2" => config.str("topk_method")? == Some(GROUP_LIMITED),
         _ => corrected,
@@ -153,7 +159,7 @@ fn router(config: &Keys, family: &str) -> Result<RouterSpec, ConfigError> {
         false => None,
     };
     let scale = match family {
-        "glm4_moe" | "deepseek_v2" | "deepseek_v3" => {
+        "glm4_moe" | "glm4_moe_lite" | "deepseek_v2" | "deepseek_v3" => {
             config.f64("routed_scaling_factor")?.unwrap_or(usual_scale)
         }
         _ => 1.0,
@@ -184,11 +190,26 @@ const CORRECTED: &str = "noaux_tc";
 
 /// Whether routers of a family correct their scores, which are sigmoids.
 fn is_corrected(family: &str) -> bool {
-    matches!(family, "glm4_moe" | "deepseek_v3")
+    matches!(family, "glm4_moe" | "glm4_moe_lite" | "deepseek_v3")
 }
 
 fn has_balance_loss(family: &str) -> bool {
-    !matches!(family, "glm4_moe" | "deepseek" | "deepseek_v2" | "deepseek_v3")
+    !matches!(family, "glm4_moe" | "glm4_moe_lite" | "deepseek" | "deepseek_v2" | "deepseek_v3")
+}
+
+/// The key of a word for each layer: whether it has experts.
+const LAYER_TYPES: &str = "mlp_layer_types";
+
+/// Which layers have experts, by a word for each.
+fn layer_types(config: &Keys, num_layers: u32) -> Result<Vec<bool>, ConfigError> {
+    let words = config.strings(LAYER_TYPES)?.unwrap_or_default();
+    if let Some(other) = words.iter().find(|word| !matches!(**word, "sparse" | "dense")) {
+        return Err(config.refuse(LAYER_TYPES, format!("{} is neither sparse nor dense", Shown(other))));
+    }
+    if words.len() as u64 != u64::from(num_layers) {
+        return Err(config.refuse(LAYER_TYPES, format!("has {} words for {num_layers} layers", words.len())));
+    }
+    Ok(words.iter().map(|word| *word == "sparse").collect())
 }
 
 /// Whether two models have the same experts. The balance loss is a matter of training, and files may be in either form.
@@ -240,12 +261,16 @@ pub(super) fn write(family: &str, experts: &ExpertsSpec) -> Map<String, Value> {
                 own["moe_tau"] = json!(without.tau);
             }
         }
-        "glm4_moe" | "deepseek_v2" | "deepseek_v3" => {
+        "glm4_moe" | "glm4_moe_lite" | "deepseek_v2" | "deepseek_v3" => {
             own["routed_scaling_factor"] = json!(router.scale);
             own["n_group"] = json!(router.groups.map_or(1, |groups| groups.count));
             own["topk_group"] = json!(router.groups.map_or(1, |groups| groups.chosen));
         }
         _ => {}
+    }
+    if family == "glm4_moe_lite" {
+        let word = |sparse: &bool| if *sparse { "sparse" } else { "dense" };
+        own[LAYER_TYPES] = json!(layers.iter().map(word).collect::<Vec<_>>());
     }
     if family.starts_with("deepseek") {
         own["moe_layer_freq"] = json!(1);

@@ -101,7 +101,7 @@ pub(super) fn read(config: &Keys, model_type: &str, name: String) -> Result<Mode
         norm: NormSpec {
             kind: NormKind::Rms,
             epsilon: config.f64("rms_norm_eps")?.unwrap_or(match model_type {
-                "phi3" | "olmo2" | "olmoe" | "mixtral" | "glm4_moe" | "gpt_oss" => 1e-5,
+                "phi3" | "olmo2" | "olmoe" | "mixtral" | "glm4_moe" | "glm4_moe_lite" | "gpt_oss" => 1e-5,
                 _ => 1e-6,
             }),
             one_plus_weight: gemma,

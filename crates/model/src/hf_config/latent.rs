@@ -1,4 +1,4 @@
-//! Multi-head latent attention in `config.json` (DeepSeek-V2 and V3), both ways.
+//! Multi-head latent attention in `config.json` (DeepSeek-V2 and V3, GLM-4.7-Flash), both ways.
 
 use serde_json::{Map, Value, json};
 
@@ -8,7 +8,7 @@ use crate::spec::{AttentionSpec, LatentAttention};
 
 /// Whether a family has it.
 pub(super) fn has(family: &str) -> bool {
-    matches!(family, "deepseek_v2" | "deepseek_v3")
+    matches!(family, "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite")
 }
 
 /// The heads of latent attention.
@@ -21,7 +21,7 @@ pub(super) struct LatentHeads {
     pub rotated: u64,
 }
 
-/// That of a family which has it. Defaults are those of both families.
+/// That of a family which has it.
 pub(super) fn read(config: &Keys, family: &str) -> Result<Option<LatentHeads>, ConfigError> {
     if !has(family) {
         return Ok(None);
@@ -36,14 +36,18 @@ pub(super) fn read(config: &Keys, family: &str) -> Result<Option<LatentHeads>, C
         return Err(config.refuse("partial_rotary_factor", reason));
     }
     let number = |key, usual| Ok::<_, ConfigError>(config.u64(key)?.unwrap_or(usual));
+    let (usual_rank, usual_plain, usual_value) = match family {
+        "glm4_moe_lite" => (768, 192, 256),
+        _ => (1536, 128, 128),
+    };
     // Null says that there is none.
-    let query_rank = if config.has("q_lora_rank") { config.u64("q_lora_rank")? } else { Some(1536) };
-    let (plain, rotated) = (number("qk_nope_head_dim", 128)?, number("qk_rope_head_dim", 64)?);
+    let query_rank = if config.has("q_lora_rank") { config.u64("q_lora_rank")? } else { Some(usual_rank) };
+    let (plain, rotated) = (number("qk_nope_head_dim", usual_plain)?, number("qk_rope_head_dim", 64)?);
     Ok(Some(LatentHeads {
         attention: LatentAttention {
             query_rank,
             kv_rank: number("kv_lora_rank", 512)?,
-            value_dim: number("v_head_dim", 128)?,
+            value_dim: number("v_head_dim", usual_value)?,
         },
         dim: plain.saturating_add(rotated),
         rotated,

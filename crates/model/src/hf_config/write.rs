@@ -27,6 +27,7 @@ fn class(architecture: &str) -> &'static str {
         "deepseek" => "DeepseekForCausalLM",
         "deepseek_v2" => "DeepseekV2ForCausalLM",
         "deepseek_v3" => "DeepseekV3ForCausalLM",
+        "glm4_moe_lite" => "Glm4MoeLiteForCausalLM",
         "gpt_oss" => "GptOssForCausalLM",
         OWN_MIXTURE => "PlimsollMoeForCausalLM",
         _ => "LlamaForCausalLM",

@@ -115,7 +115,7 @@ fn single_name(family: &str, parameter: &Parameter, expert: u64) -> String {
 
 /// Whether a family's files call what every token goes through `shared_experts`.
 fn has_shared_experts(family: &str) -> bool {
-    matches!(family, "glm4_moe" | "deepseek" | "deepseek_v2" | "deepseek_v3")
+    matches!(family, "glm4_moe" | "glm4_moe_lite" | "deepseek" | "deepseek_v2" | "deepseek_v3")
 }
 
 /// The name of what is no expert's.

@@ -85,6 +85,9 @@ fn open_safetensors(path: &Path, folder: &Path, set: SafetensorsSet) -> Result<M
     };
     let taken: HashSet<String> = taken.into_iter().collect();
     for Found { name, packed } in packed {
+        if is_no_parameter(&name, &spec) {
+            continue;
+        }
         let shape = packed.shape();
         let (dtype, Span { file, bytes, .. }) = (Ok(packed.dtype()), packed.codes().clone());
         let packed = Some(packed);
@@ -146,9 +149,9 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
 }
 
 /// Buffers that old versions of transformers saved, the copy of a tied head, and the layers behind the last that predict further
-/// tokens (GLM 4.5, DeepSeek-V3).
+/// tokens (GLM 4.5 and 4.7, DeepSeek-V3).
 fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
-    if matches!(spec.architecture.as_str(), "glm4_moe" | "deepseek_v3")
+    if matches!(spec.architecture.as_str(), "glm4_moe" | "glm4_moe_lite" | "deepseek_v3")
         && let Some(layer) = tensor.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next())
         && layer.parse::<u32>().is_ok_and(|layer| layer >= spec.num_layers)
     {

@@ -179,6 +179,13 @@ impl Packed {
 
     /// Gives the pages of some rows back to the system.
     pub fn release_rows(&self, files: &[FileMap], rows: Range<usize>) {
+        if let Packing::Scaled(Scaled { codes, .. }) = &self.packing {
+            let (start, row) = (codes.bytes.start, codes.bytes.len() / self.rows.max(1));
+            if let Some(file) = files.get(codes.file) {
+                file.release(start + rows.start * row..start + rows.end * row);
+            }
+            return;
+        }
         let Packing::Mxfp4 { codes, scales, .. } = &self.packing else { return };
         let blocks = self.mxfp4_blocks(&rows);
         for (span, size) in [(codes, 16), (scales, 1)] {

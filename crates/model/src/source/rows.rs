@@ -168,10 +168,11 @@ impl WeightSource {
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        encode_rows(parameter, rows, place.dtype(), to, out, fail, |rows, values| {
+        encode_rows(parameter, rows.clone(), place.dtype(), to, out, fail, |rows, values| {
             self.read_rows(parameter, rows, values)
         })?;
-        self.release(parameter)
+        place.of_rows(rows).for_each(|(part, _)| self.release_part(part));
+        Ok(())
     }
 
     pub(crate) fn conversion(

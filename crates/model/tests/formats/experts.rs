@@ -208,6 +208,16 @@ fn what_cannot_be_is_refused_by_name() {
         ("deepseek-v3", json!({ "q_lora_rank": 1u64 << 40 }), "q_lora_rank"),
         ("deepseek-v3", json!({ "moe_layer_freq": 2 }), "moe_layer_freq"),
         ("deepseek-v3", json!({ "topk_method": "greedy" }), "topk_method"),
+        (
+            "glm-4.7-flash",
+            json!({ "mlp_layer_types": ["dense", "sparse"] }),
+            "mlp_layer_types: has 2 words for 3 layers",
+        ),
+        (
+            "glm-4.7-flash",
+            json!({ "mlp_layer_types": ["dense", "sparse", "thick"] }),
+            "mlp_layer_types: \"thick\" is",
+        ),
         ("deepseek-v2", json!({ "norm_topk_prob": true }), "norm_topk_prob"),
         ("deepseek-v2", json!({ "scoring_func": "sigmoid" }), "scoring_func"),
     ] {

@@ -119,7 +119,7 @@ fn what_is_wrong_is_named() {
             "sparsity_config.format: is \"sparse-24-bitmask\"",
         ),
         (
-            json!({ "quant_method": "compressed-tensors", "transform_config": { "config_groups": {} } }),
+            json!({ "quant_method": "compressed-tensors", "transform_config": { "config_groups": { "a": {} } } }),
             "transform_config: turns activations",
         ),
         (
@@ -127,7 +127,11 @@ fn what_is_wrong_is_named() {
                 "a": { "weights": { "block_structure": [128, 128] } },
                 "b": { "weights": { "block_structure": "64x64" } },
             } }),
-            "config_groups.b.weights.block_structure: has blocks of other sizes",
+            "config_groups.b.weights.block_structure: has another size",
+        ),
+        (
+            json!({ "quant_method": "compressed-tensors", "config_groups": { "a": { "weights": { "num_bits": 3 } } } }),
+            "config_groups.a.weights.num_bits: is 3; 4 and 8 are read",
         ),
         (json!({ "quant_method": "quip" }), "compressed-tensors"),
     ] {

@@ -27,7 +27,7 @@ pub fn plan(answer: &Answer) -> Option<Ours> {
     let config = RawConfig::from_overrides(set.iter().map(String::as_str)).ok()?;
     let origin = ModelOrigin::Catalogue(Box::new(run.model.clone()));
     let machine = target.machine(plimsoll_train::host_bytes_per_token(&config));
-    let plan = TrainingPlan::for_model(&config, &origin, &machine).ok()?;
+    let plan = TrainingPlan::in_brief(&config, &origin, &machine).ok()?;
     Some(Ours {
         device_used_bytes: plan.peak_bytes().saturating_add(plan.overhead_bytes),
         fits: plan.fits(),

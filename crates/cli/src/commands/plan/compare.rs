@@ -33,7 +33,11 @@ pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
         }
         let Some(origin) = &origin else { continue };
         let machine = target.machine(plimsoll_train::host_bytes_per_token(&config));
-        plans.push((target, TrainingPlan::for_model(&config, origin, &machine)?));
+        let plan = match args.json {
+            true => TrainingPlan::for_model(&config, origin, &machine)?,
+            false => TrainingPlan::in_brief(&config, origin, &machine)?,
+        };
+        plans.push((target, plan));
     }
     show(args, plans)
 }

@@ -95,6 +95,6 @@ fn planned(configuration: &Path, ranks: Option<u32>) -> Result<PlanView, Failure
     let asked = Asked::new(&source, &Imported::default(), &machine, true)?;
     let has_budget = asked.config.memory.device_budget().set().is_some();
     let asked = if has_budget { asked.elsewhere()? } else { asked };
-    let (plan, _) = asked.plan()?;
+    let (plan, _) = asked.plan_in_brief()?;
     Ok(PlanView::of(&plan)?)
 }

@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use super::scaled::{Blocks, Code, Global, Scaled, Zeros};
 use super::{Packed, Packing, Span, StoredMagnitudes};
-use crate::hf_config::Quantization;
+use crate::hf_config::{Grouping, Quantization};
 use crate::safetensors::{SafetensorsFile, StoredDType, StoredTensor};
 use crate::source::ModelError;
 
@@ -72,10 +72,13 @@ pub(in crate::source) fn find(
                 Some(stack) => Some((stack.to_owned(), tensors.mxfp4(stack, name)?)),
                 None => None,
             },
-            Quantization::Scaled { inverse, block } => {
-                let suffix = if *inverse { ".weight_scale_inv" } else { ".weight_scale" };
-                match name.strip_suffix(suffix) {
-                    Some(linear) => Some((format!("{linear}.weight"), tensors.scaled(linear, name, *block)?)),
+            Quantization::Scaled(grouping) => {
+                // Both are what codes are multiplied by.
+                let suffixes = [".weight_scale_inv", ".weight_scale"];
+                match suffixes.iter().find_map(|suffix| name.strip_suffix(suffix)) {
+                    Some(linear) => {
+                        Some((format!("{linear}.weight"), tensors.scaled(linear, name, *grouping)?))
+                    }
                     None => {
                         if OF_ACTIVATIONS.iter().any(|suffix| name.ends_with(suffix)) {
                             tensors.optional(name);
@@ -93,7 +96,7 @@ pub(in crate::source) fn find(
 }
 
 /// What is stored for activations and caches that are quantised as they are made, which are not here.
-const OF_ACTIVATIONS: [&str; 10] = [
+const OF_ACTIVATIONS: [&str; 17] = [
     ".input_scale",
     ".input_scale_ub",
     ".input_zero_point",
@@ -104,6 +107,13 @@ const OF_ACTIVATIONS: [&str; 10] = [
     ".q_scale",
     ".k_scale",
     ".v_scale",
+    ".output_global_scale",
+    ".q_global_scale",
+    ".k_global_scale",
+    ".v_global_scale",
+    ".q_zero_point",
+    ".k_zero_point",
+    ".v_zero_point",
 ];
 
 /// The JSON of a 4-bit matrix's state.
@@ -362,8 +372,8 @@ impl<'a> Tensors<'a> {
         Ok(Packed { packing: Packing::Awq { words, zeros, scales, group }, rows, columns })
     }
 
-    /// A matrix in codes with factors, of blocks of so many rows and columns where they are of blocks.
-    fn scaled(&mut self, linear: &str, name: &str, block: Option<[usize; 2]>) -> Result<Packed, ModelError> {
+    /// A matrix in codes with factors.
+    fn scaled(&mut self, linear: &str, name: &str, grouping: Grouping) -> Result<Packed, ModelError> {
         const BYTES: [StoredDType; 3] = [StoredDType::F8_E4M3, StoredDType::F8_E5M2, StoredDType::I8];
         let packed = format!("{linear}.weight_packed");
         let is_packed = self.by_name.contains_key(packed.as_str());
@@ -394,12 +404,16 @@ impl<'a> Tensors<'a> {
             }
         };
         let columns = columns.ok_or_else(|| self.fail(&codes_name, "is too large"))?;
-        let (scales, blocks) = self.blocks(linear, name, [rows, columns], block)?;
+        let (scales, blocks) = self.blocks(linear, name, [rows, columns], grouping)?;
         let zeros = self.zeros(linear, name, code, rows.div_ceil(blocks.rows), blocks.across)?;
         let global = match self.one(&format!("{linear}.weight_global_scale"))? {
             Some(global) => Global::Over(global),
             None => self.one(&format!("{linear}.weight_scale_2"))?.map_or(Global::One, Global::Times),
         };
+        if code == Code::E2m1 && scales.dtype == StoredDType::F8_E4M3 && global == Global::One {
+            let reason = "is in F8_E4M3, which needs weight_global_scale or weight_scale_2 beside it";
+            return Err(self.fail(name, reason));
+        }
         Ok(Packed {
             packing: Packing::Scaled(Scaled { codes, code, scales, blocks, zeros, global }),
             rows,
@@ -439,7 +453,7 @@ impl<'a> Tensors<'a> {
         linear: &str,
         name: &str,
         [rows, columns]: [usize; 2],
-        block: Option<[usize; 2]>,
+        Grouping { block, group }: Grouping,
     ) -> Result<(Span, Blocks), ModelError> {
         const FACTORS: [StoredDType; 6] = [
             StoredDType::F32,
@@ -457,9 +471,11 @@ impl<'a> Tensors<'a> {
             (Some([m, n]), [_, across]) => Some((m, n, *across)),
             (_, [] | [1] | [1, 1]) => Some((rows, columns, 1)),
             (_, [own] | [own, 1]) if *own == rows => Some((1, columns, 1)),
-            (_, [own, across]) if *own == rows && *across > 0 && columns.is_multiple_of(*across) => {
-                Some((1, columns / across, *across))
-            }
+            (_, [own, across]) if *own == rows && *across > 0 => match group {
+                // A last group may be smaller.
+                Some(group) => (columns.div_ceil(group) == *across).then_some((1, group, *across)),
+                None => columns.is_multiple_of(*across).then_some((1, columns / across, *across)),
+            },
             _ => None,
         };
         let Some((block_rows, block_columns, across)) = found.filter(|_| FACTORS.contains(&tensor.dtype))
@@ -467,7 +483,11 @@ impl<'a> Tensors<'a> {
             let reason = format!(
                 "is {shape:?} in {}; a matrix [{rows}, {columns}] has one factor, one for each row, for each group of a row{}",
                 tensor.dtype,
-                block.map_or(String::new(), |[m, n]| format!(" or for each block of {m} x {n}")),
+                match (block, group) {
+                    (Some([m, n]), _) => format!(" or for each block of {m} x {n}"),
+                    (None, Some(group)) => format!(" of {group}"),
+                    (None, None) => String::new(),
+                },
             );
             return Err(self.fail(name, reason));
         };
