@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Asks for plans and prints how long each takes, and its processor time: user and system, of all threads.
 
-    docs/bench/plan_times.py [--plimsoll target/release/plimsoll] [--searches] [--before OTHER_PLIMSOLL]
+    docs/bench/plan_times.py [--plimsoll target/release/plimsoll] [--searches] [--words] [--before OTHER_PLIMSOLL]
 
 Without further words the default plan of every model of the catalogue for a machine of 80 GiB, and Llama 3.1 405B with everything on the
-disk. With `--searches` the searches that docs/planning.md has in a table instead. With `--before` another build of the program is asked
+disk. With `--searches` the searches that docs/planning.md has in a table instead. With `--words` plans are asked for in words, as people
+ask, and not as JSON, which says what would take less memory too. With `--before` another build of the program is asked
 the same, and every answer that differs is named: but for how long a search took and the last digits of seconds, which depend on the order of
 a sum, documents have to be equal. Ends with 1 if one is not.
 Needs no packages and no network.
@@ -62,12 +63,16 @@ def same(one, other):
     return one == other
 
 
-def ask(program, arguments):
+def ask(program, arguments, words=False):
     """The document of a plan, how long it took, and the processor time that it took."""
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run([program, "plan", *arguments, "--json"], capture_output=True, text=True, check=False)
+    form = [] if words else ["--json"]
+    done = subprocess.run([program, "plan", *arguments, *form], capture_output=True, text=True, check=False)
     seconds, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     took = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    # 3 says that nothing fits.
+    if words and done.returncode in (0, 3):
+        return {}, seconds, took
     try:
         document = json.loads(done.stdout)
     except ValueError:
@@ -82,13 +87,14 @@ def main():
     parser.add_argument("--plimsoll", default=str(REPOSITORY / "target/release/plimsoll"))
     parser.add_argument("--before")
     parser.add_argument("--searches", action="store_true")
+    parser.add_argument("--words", action="store_true")
     args = parser.parse_args()
     times, different = [], 0
     for name, arguments in searches() if args.searches else defaults():
-        document, seconds, took = ask(args.plimsoll, arguments)
+        document, seconds, took = ask(args.plimsoll, arguments, args.words)
         line = f"{seconds:8.3f} s {took:8.3f} s of processors  {name}"
         if args.before:
-            other, _, before = ask(args.before, arguments)
+            other, _, before = ask(args.before, arguments, args.words)
             line = f"{line}, before {before:.3f} s"
             if not same(other, document):
                 different += 1
