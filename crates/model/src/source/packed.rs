@@ -66,6 +66,24 @@ fn word(bytes: &[u8], index: usize) -> u32 {
     bytes.get(index * 4..).and_then(|rest| rest.first_chunk()).copied().map_or(0, u32::from_le_bytes)
 }
 
+/// Elements of a block of [`DType::Int8`], and its bytes.
+const INT8_BLOCK: (usize, usize) = (64, 68);
+
+/// Writes signed bytes in blocks of [`DType::Int8`], with the scale of each by its first element; `None` where `out` is not just large
+/// enough for whole blocks.
+fn arrange_int8(codes: &[u8], scale: impl Fn(usize) -> f32, out: &mut [u8]) -> Option<()> {
+    let (elements, bytes) = INT8_BLOCK;
+    if !codes.len().is_multiple_of(elements) || out.len() != codes.len() / elements * bytes {
+        return None;
+    }
+    for (i, (out, codes)) in out.chunks_exact_mut(bytes).zip(codes.chunks_exact(elements)).enumerate() {
+        let (head, own) = out.split_first_chunk_mut::<4>()?;
+        *head = scale(i * elements).to_le_bytes();
+        own.copy_from_slice(codes);
+    }
+    Some(())
+}
+
 /// The largest magnitudes of 4-bit blocks, as stored.
 #[derive(Clone, Debug)]
 pub(super) enum StoredMagnitudes {
@@ -268,17 +286,11 @@ impl Packed {
                 four_bit::arrange(dtype, elements, codes.of(files), &kept, out)
             }
             Packing::EightBit { codes, magnitudes } if [self.dtype(), dtype] == [DType::Int8; 2] => {
-                let (codes, magnitudes) = (codes.of(files), magnitudes.floats(files));
-                if out.len() != elements / 64 * 68 || codes.len() != elements {
-                    return None;
-                }
-                let per_row = (self.columns / 64).max(1);
-                for (i, (out, codes)) in out.chunks_exact_mut(68).zip(codes.chunks_exact(64)).enumerate() {
-                    let scale = int8_scale(magnitudes.get(i / per_row).copied().unwrap_or(0.0));
-                    out[..4].copy_from_slice(&scale.to_le_bytes());
-                    out[4..].copy_from_slice(codes);
-                }
-                Some(())
+                let magnitudes = magnitudes.floats(files);
+                let scale = |first: usize| {
+                    int8_scale(magnitudes.get(first / self.columns.max(1)).copied().unwrap_or(0.0))
+                };
+                arrange_int8(codes.of(files), scale, out)
             }
             Packing::Scaled(scaled) if dtype == DType::Int8 => scaled.keep_int8(files, self.columns, out),
             _ => None,

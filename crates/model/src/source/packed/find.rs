@@ -323,20 +323,34 @@ impl<'a> Tensors<'a> {
         let zeros = format!("{linear}.qzeros");
         let types = [StoredDType::I32, StoredDType::U32];
         let zeros = self.exactly(&zeros, name, &types, groups * (rows / per_word))?;
-        let index = format!("{linear}.g_idx");
-        let groups_of = if self.by_name.contains_key(index.as_str()) {
-            let span = self.exactly(&index, name, &types, columns)?;
-            let bytes = self.bytes(&span);
-            if let Some(other) = (0..columns).map(|i| super::word(bytes, i)).find(|g| *g as usize >= groups) {
-                return Err(self.fail(&index, format!("names group {other} of {groups}")));
-            }
-            Some(span)
-        } else {
-            None
-        };
+        let groups_of = self.group_index(&format!("{linear}.g_idx"), name, columns, groups, None)?;
         let zero_offset = if second { 0 } else { 1 };
         let packing = Packing::Gptq { bits, words, zeros, scales, groups: groups_of, group, zero_offset };
         Ok(Packed { packing, rows, columns })
+    }
+
+    /// Each input's group, where a tensor says so; `none` in place of all of them says that there are none.
+    fn group_index(
+        &mut self,
+        name: &str,
+        of: &str,
+        columns: usize,
+        groups: usize,
+        none: Option<u32>,
+    ) -> Result<Option<Span>, ModelError> {
+        if !self.by_name.contains_key(name) {
+            return Ok(None);
+        }
+        let span = self.exactly(name, of, &[StoredDType::I32, StoredDType::U32], columns)?;
+        let bytes = self.bytes(&span);
+        let mut all = (0..columns).map(|i| super::word(bytes, i));
+        if all.clone().all(|group| Some(group) == none) {
+            return Ok(None);
+        }
+        match all.find(|group| *group as usize >= groups) {
+            Some(other) => Err(self.fail(name, format!("names group {other} of {groups}"))),
+            None => Ok(Some(span)),
+        }
     }
 
     fn mxfp4(&mut self, stack: &str, name: &str) -> Result<Packed, ModelError> {
@@ -492,21 +506,8 @@ impl<'a> Tensors<'a> {
             return Err(self.fail(name, reason));
         };
         let index_name = format!("{linear}.weight_g_idx");
-        let index = if self.by_name.contains_key(index_name.as_str()) {
-            let span = self.exactly(&index_name, name, &[StoredDType::I32, StoredDType::U32], columns)?;
-            let bytes = self.bytes(&span);
-            let mut groups = (0..columns).map(|i| super::word(bytes, i));
-            // -1 where inputs were not put in order.
-            if groups.clone().all(|group| group == u32::MAX) {
-                None
-            } else if let Some(other) = groups.find(|group| *group as usize >= across) {
-                return Err(self.fail(&index_name, format!("names group {other} of {across}")));
-            } else {
-                Some(span)
-            }
-        } else {
-            None
-        };
+        // -1 where inputs were not put in order.
+        let index = self.group_index(&index_name, name, columns, across, Some(u32::MAX))?;
         Ok((scales, Blocks { rows: block_rows, columns: block_columns, across, index }))
     }
 

@@ -14,15 +14,12 @@ use std::ops::Range;
 
 use plimsoll_memory::FileMap;
 
-use super::{Span, word};
+use super::{INT8_BLOCK, Span, arrange_int8, word};
 use crate::safetensors::StoredDType;
 
 /// E2M1 by its four bits (OCP MX 1.0).
 const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-/// Elements of a block of `DType::Int8`, and its bytes.
-const INT8_BLOCK: (usize, usize) = (64, 68);
 
 /// The value of an 8-bit float E4M3 without infinities (Micikevicius et al. 2022).
 pub(super) fn e4m3(code: u8) -> f32 {
@@ -131,19 +128,15 @@ impl Scaled {
     /// Writes the whole matrix in blocks of `DType::Int8`, where it [is](Scaled::is_int8) of that kind; `None` where `out` is not just
     /// large enough.
     pub fn keep_int8(&self, files: &[FileMap], columns: usize, out: &mut [u8]) -> Option<()> {
-        let (codes, scales) = (self.codes.of(files), self.scales.of(files));
-        if !self.is_int8(columns) || out.len() / INT8_BLOCK.1 * INT8_BLOCK.0 != codes.len() {
+        if !self.is_int8(columns) {
             return None;
         }
-        let all = out.chunks_exact_mut(INT8_BLOCK.1).zip(codes.chunks_exact(INT8_BLOCK.0));
-        for (i, (out, codes)) in all.enumerate() {
-            let (row, column) = (i * INT8_BLOCK.0 / columns, i * INT8_BLOCK.0 % columns);
-            let scale = self.scales.float(scales, self.place(row, column / self.blocks.columns));
-            let (head, own) = out.split_first_chunk_mut::<4>()?;
-            *head = scale.to_le_bytes();
-            own.copy_from_slice(codes);
-        }
-        Some(())
+        let scales = self.scales.of(files);
+        let scale = |first: usize| {
+            let block = first % columns / self.blocks.columns.max(1);
+            self.scales.float(scales, self.place(first / columns, block))
+        };
+        arrange_int8(self.codes.of(files), scale, out)
     }
 
     /// All of its tensors.
