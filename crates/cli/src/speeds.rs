@@ -157,7 +157,7 @@ impl PlanSpeeds {
         if let Some(card) = &engine.card {
             return PlanSpeeds {
                 whose: format!("on {}", card.card().name),
-                words: "shares of what the vendor states, or of what a card of this size has; the kernels were never timed:\n\
+                words: "shares of what the vendor states, or of what a card of this size has; steps were never timed on one:\n\
                         the time is the plan's claim"
                     .to_owned(),
                 json: json!({ "machine": null, "disk": null, "file": null }),
@@ -187,7 +187,7 @@ impl PlanSpeeds {
     /// Those of a machine of the catalogue.
     pub fn of_catalogue(target: &Target) -> PlanSpeeds {
         let mut words = "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
-                         kernels of GPUs were never timed: what the step takes on that device is the plan's claim"
+                         steps of GPUs were never timed: what the step takes on that device is the plan's claim"
             .to_owned();
         if target.disk.is_none() {
             words.push_str("\na disk of 2 GB/s read and 1 GB/s written, of any size, is assumed");

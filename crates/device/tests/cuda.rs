@@ -3,10 +3,12 @@
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use plimsoll_device::cuda::{Driver, LEAST_DRIVER, OpenCard, SHARED_80, SOURCES, SOURCES_80};
+use plimsoll_device::cuda::{
+    Driver, LEAST_DRIVER, OpenCard, SHARED_80, SHARED_90, SOURCES, SOURCES_80, SOURCES_90,
+};
 use plimsoll_device::{
-    Channels, Cuda, CudaError, DType, Device, DeviceError, DeviceExt, DeviceTraits, Dry, Elementwise,
-    Embedding, Lent, Rounding, Subspace, Tensor,
+    Channels, Compute, Cuda, CudaError, DType, Device, DeviceError, DeviceExt, DeviceTraits, Dry,
+    Elementwise, Embedding, Lent, Product, Rounding, Subspace, Tensor,
 };
 use plimsoll_memory::{HostPool, Library, Loan, Tag};
 use sha2::{Digest, Sha256};
@@ -238,14 +240,46 @@ fn a_plan_for_a_gpu_refuses_what_it_cannot_do() {
     assert!(ratios(&Dry::new(), 2 << 20).is_ok());
 }
 
+/// A card that multiplies whole tiles does without where its driver does not take these kernels.
+#[test]
+fn products_of_whole_tiles_are_those_of_an_older_driver() {
+    let Some(mock) = Mock::new() else { return };
+    let product = |driver| {
+        mock.machine(1, 90, driver, 8 << 30);
+        let card = mock.card().unwrap();
+        let device = Cuda::new(&card, 1 << 20).unwrap();
+        let [x, weight, out] =
+            [[40, 64], [136, 64], [40, 136]].map(|sizes| tensor(&device, DType::Bf16, &sizes));
+        for (t, seed) in [(&x, 1u32), (&weight, 7)] {
+            // Halves from -4 to 4: sums are exact.
+            let halves = (0..t.elements() as u32)
+                .map(|i| (i.wrapping_mul(seed.wrapping_mul(2_654_435_761)) >> 28) as f32 / 2.0 - 4.0);
+            let bits: Vec<u8> = halves.flat_map(|x| ((x.to_bits() >> 16) as u16).to_ne_bytes()).collect();
+            device.write(t, &mut |bytes| bytes.copy_from_slice(&bits)).unwrap();
+        }
+        let (bias, accumulate, compute) = (None, false, Compute::Bf16);
+        let product = Product::Linear { x: &x, weight: &weight, bias, out: &out, accumulate, compute };
+        device.run(product).unwrap();
+        let mut bytes = Vec::new();
+        device.read(&out, &mut |x| bytes = x.to_vec()).unwrap();
+        bytes
+    };
+    let [older, newer] = [11_080, 12_040].map(product);
+    assert!(older == newer);
+    assert!(newer.iter().any(|byte| *byte != 0));
+}
+
 #[test]
 fn the_shipped_kernels_are_those_of_the_sources() {
     let shared = SOURCES.iter().filter(|(name, _)| SHARED_80.contains(name));
     let all: Vec<&str> = SOURCES.iter().map(|(_, source)| *source).collect();
     let for_tensor_cores: Vec<&str> = shared.chain(&SOURCES_80).map(|(_, source)| *source).collect();
+    let shared = SOURCES.iter().chain(&SOURCES_80).filter(|(name, _)| SHARED_90.contains(name));
+    let for_whole_tiles: Vec<&str> = shared.chain(&SOURCES_90).map(|(_, source)| *source).collect();
     for (sources, ptx) in [
         (all, include_str!("../src/cuda/kernels.ptx")),
         (for_tensor_cores, include_str!("../src/cuda/kernels_80.ptx")),
+        (for_whole_tiles, include_str!("../src/cuda/kernels_90.ptx")),
     ] {
         let mut hasher = Sha256::new();
         sources.iter().for_each(|source| hasher.update(source.as_bytes()));

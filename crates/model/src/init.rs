@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use plimsoll_device::DType;
-use plimsoll_memory::splitmix64;
+use plimsoll_memory::{run_on_all_cores, splitmix64, usable_cores};
 
 use crate::convert::{ConversionError, encode};
 use crate::parameters::{Initialisation, Parameter};
@@ -12,6 +12,8 @@ use crate::spec::ModelSpec;
 
 /// Values made at a time.
 const CHUNK: usize = 256;
+/// Values that a thread makes at least: so many take longer than to begin a thread, by far.
+const PART: usize = 256 << 10;
 
 /// Writes the first values of some rows of a parameter as `dtype` (f32, bf16 or f16) into `out`, which has their size.
 pub fn fill(
@@ -22,24 +24,55 @@ pub fn fill(
     dtype: DType,
     out: &mut [u8],
 ) -> Result<(), ConversionError> {
-    let key = key(&parameter.name, seed);
-    let first = rows.start * parameter.columns();
-    let mut values = [0.0f32; CHUNK];
-    let chunk_bytes = CHUNK * dtype.block_bytes() as usize;
-    for (number, out) in out.chunks_mut(chunk_bytes).enumerate() {
-        let values = &mut values[..out.len() / dtype.block_bytes() as usize];
-        match parameter.initialisation(spec) {
-            Initialisation::Ones => values.fill(1.0),
-            Initialisation::Zeros => values.fill(0.0),
-            Initialisation::Normal(deviation) => {
-                for (i, value) in values.iter_mut().enumerate() {
-                    *value = (deviation * normal(key, first + (number * CHUNK + i) as u64)) as f32;
+    let values = Values { key: key(&parameter.name, seed), kind: parameter.initialisation(spec), dtype };
+    let (first, bytes) = (rows.start * parameter.columns(), dtype.block_bytes() as usize);
+    let part = (out.len() / bytes).div_ceil(usable_cores()).next_multiple_of(CHUNK).max(PART);
+    if out.len() <= part * bytes {
+        return values.write(first, out);
+    }
+    std::thread::scope(|scope| {
+        let parts = out.chunks_mut(part * bytes).enumerate();
+        let begun = parts.map(|(number, out)| {
+            let (values, first) = (&values, first + (number * part) as u64);
+            scope.spawn(move || {
+                run_on_all_cores();
+                values.write(first, out)
+            })
+        });
+        // All are begun before one is waited for. A thread that panicked does so here.
+        let begun: Vec<_> = begun.collect();
+        begun.into_iter().try_for_each(|thread| {
+            thread.join().unwrap_or_else(|panicked| std::panic::resume_unwind(panicked))
+        })
+    })
+}
+
+/// First values of one parameter.
+struct Values {
+    key: u64,
+    kind: Initialisation,
+    dtype: DType,
+}
+
+impl Values {
+    /// Those from element `first` on.
+    fn write(&self, first: u64, out: &mut [u8]) -> Result<(), ConversionError> {
+        let (mut values, bytes) = ([0.0f32; CHUNK], self.dtype.block_bytes() as usize);
+        for (number, out) in out.chunks_mut(CHUNK * bytes).enumerate() {
+            let values = &mut values[..out.len() / bytes];
+            match self.kind {
+                Initialisation::Ones => values.fill(1.0),
+                Initialisation::Zeros => values.fill(0.0),
+                Initialisation::Normal(deviation) => {
+                    for (i, value) in values.iter_mut().enumerate() {
+                        *value = (deviation * normal(self.key, first + (number * CHUNK + i) as u64)) as f32;
+                    }
                 }
             }
+            encode(values, self.dtype, out)?;
         }
-        encode(values, dtype, out)?;
+        Ok(())
     }
-    Ok(())
 }
 
 /// Normal random numbers of mean 0 for a parameter.

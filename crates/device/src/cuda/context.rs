@@ -3,22 +3,29 @@
 //! Contexts belong to threads: whatever a thread asks of the driver, it enters the context first.
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_uint, c_void};
-use std::ptr::{null_mut, without_provenance_mut};
+use std::ffi::{CString, c_int, c_uint, c_void};
+use std::ptr::null_mut;
 use std::sync::Arc;
 
+use plimsoll_memory::run_on_all_cores;
+use smallvec::SmallVec;
+
 use super::driver::{Address, Driver, Handle, is_out_of_memory};
-use super::lower::Launch;
+use super::lower::{Boxes, Launch, MOST_SHARED_BYTES};
 use super::{Card, CudaError};
 
-/// Threads of every block: `THREADS` of the kernels.
-const THREADS: c_uint = 256;
 /// A stream that waits for no other, and an event that measures no time.
 const NON_BLOCKING: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
-/// What follows in a list of a launch's extras.
-const PARAMETERS: *mut c_void = without_provenance_mut(1);
-const PARAMETER_BYTES: *mut c_void = without_provenance_mut(2);
+/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
+const MOST_SHARED: c_int = 8;
+/// Of `cuTensorMapEncodeTiled`: numbers of bf16, lines one after the other, which are placed by turns of 128 bytes; 256 bytes at a time come
+/// to the second cache; zeros outside.
+const BF16: c_int = 9;
+const NOT_INTERLEAVED: c_int = 0;
+const TURNS_OF_128_BYTES: c_int = 3;
+const PROMOTE_256_BYTES: c_int = 3;
+const ZEROS_OUTSIDE: c_int = 0;
 
 /// A card's primary context.
 #[derive(Debug)]
@@ -186,14 +193,10 @@ impl Stream {
             return Err(CudaError::NotYet { op: launch.kernel, reason: None });
         };
         self.context.enter()?;
-        let mut bytes = launch.parameters.len();
-        let mut extra = [
-            PARAMETERS,
-            launch.parameters.as_ptr().cast_mut().cast(),
-            PARAMETER_BYTES,
-            (&raw mut bytes).cast(),
-            null_mut(),
-        ];
+        let at = |start: &u32| launch.parameters.get(*start as usize..).unwrap_or_default().as_ptr();
+        let starts = launch.starts.iter().map(|start| at(start).cast_mut().cast());
+        // The driver knows how many there are; without a GPU, the end is looked for.
+        let mut parameters: SmallVec<[*mut c_void; 25]> = starts.chain([null_mut()]).collect();
         let [across, down] = launch.blocks;
         // SAFETY: the driver copies the parameters, which the caller vouches for, before it returns.
         let code = unsafe {
@@ -202,13 +205,13 @@ impl Stream {
                 across,
                 down,
                 1,
-                THREADS,
+                launch.threads,
                 1,
                 1,
                 launch.shared_bytes,
                 self.handle,
+                parameters.as_mut_ptr(),
                 null_mut(),
-                extra.as_mut_ptr(),
             )
         };
         self.context.driver.check("cuLaunchKernel", code)
@@ -248,6 +251,67 @@ impl Drop for Event<'_> {
     }
 }
 
+/// What a kernel copies boxes of a matrix by, as the driver encodes it.
+#[repr(C, align(64))]
+pub(super) struct TensorMap(pub [u8; 128]);
+
+impl Context {
+    /// Encodes what boxes are copied of.
+    pub fn encode(&self, boxes: Boxes) -> Result<TensorMap, CudaError> {
+        let Some(encode) = self.driver.encode_tiled() else {
+            return Err(CudaError::DriverTooOld("it lacks cuTensorMapEncodeTiled".to_owned()));
+        };
+        let mut map = TensorMap([0; 128]);
+        let steps = [1; 4];
+        // SAFETY: writes the map; all arrays have as many numbers as four dimensions need.
+        let code = unsafe {
+            encode(
+                (&raw mut map).cast(),
+                BF16,
+                boxes.rank,
+                boxes.address,
+                boxes.sizes.as_ptr(),
+                boxes.strides.as_ptr(),
+                boxes.tile.as_ptr(),
+                steps.as_ptr(),
+                NOT_INTERLEAVED,
+                TURNS_OF_128_BYTES,
+                PROMOTE_256_BYTES,
+                ZEROS_OUTSIDE,
+            )
+        };
+        self.driver.check("cuTensorMapEncodeTiled", code)?;
+        Ok(map)
+    }
+}
+
+/// A program, the names of its kernels, and whether these need more shared memory than every card has.
+pub(super) struct Program {
+    pub ptx: &'static str,
+    pub kernels: &'static [&'static str],
+    pub much_shared: bool,
+}
+
+impl Program {
+    fn load(&self, context: &Context) -> Result<Handle, CudaError> {
+        let refused =
+            |reason: &str| CudaError::Refused { call: "cuModuleLoadData", reason: reason.to_owned() };
+        let image = CString::new(self.ptx).map_err(|_| refused("the kernels hold a zero"))?;
+        let mut module = null_mut();
+        context.enter()?;
+        // SAFETY: writes one handle; the text ends with a zero.
+        let code = unsafe { (context.driver.functions().module_load)(&mut module, image.as_ptr().cast()) };
+        context.driver.check("cuModuleLoadData", code)?;
+        Ok(module)
+    }
+}
+
+/// A module on its way from the thread that loaded it.
+struct Loaded(Handle);
+
+// SAFETY: handles of modules may be used from any thread that is in their context.
+unsafe impl Send for Loaded {}
+
 /// The kernels, compiled for the card.
 #[derive(Debug)]
 pub(super) struct Kernels {
@@ -258,31 +322,51 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    /// Programs with the names of their kernels.
-    pub fn load(context: &Arc<Context>, programs: &[(&str, &[&'static str])]) -> Result<Kernels, CudaError> {
-        let refused = |call, reason: &str| CudaError::Refused { call, reason: reason.to_owned() };
-        let (driver, functions) = (&context.driver, context.driver.functions());
-        context.enter()?;
+    /// Has the driver compile programs, which takes most of a minute at the first start: all at the same time.
+    pub fn load(context: &Arc<Context>, programs: &[Program]) -> Result<Kernels, CudaError> {
         let mut kernels =
             Kernels { context: Arc::clone(context), modules: Vec::new(), functions: HashMap::new() };
-        for (ptx, names) in programs {
-            let image =
-                CString::new(*ptx).map_err(|_| refused("cuModuleLoadData", "the kernels hold a zero"))?;
-            let mut module = null_mut();
-            // SAFETY: writes one handle; the text ends with a zero.
-            driver.check("cuModuleLoadData", unsafe {
-                (functions.module_load)(&mut module, image.as_ptr().cast())
-            })?;
-            kernels.modules.push(module);
-            for name in *names {
-                let (mut function, text) = (null_mut(), CString::new(*name).unwrap_or_default());
-                // SAFETY: writes one handle; the name ends with a zero.
-                let code = unsafe { (functions.module_function)(&mut function, module, text.as_ptr()) };
-                driver.check("cuModuleGetFunction", code)?;
-                kernels.functions.insert(*name, function);
-            }
+        let loaded: Vec<Result<Handle, CudaError>> = std::thread::scope(|scope| {
+            let others = programs.iter().skip(1).map(|program| {
+                scope.spawn(move || {
+                    run_on_all_cores();
+                    program.load(context).map(Loaded)
+                })
+            });
+            let others: Vec<_> = others.collect();
+            let first = programs.iter().take(1).map(|program| program.load(context));
+            let first: Vec<_> = first.collect();
+            let joined = others.into_iter().map(|thread| {
+                let loaded = thread.join().unwrap_or_else(|panicked| std::panic::resume_unwind(panicked));
+                loaded.map(|Loaded(module)| module)
+            });
+            first.into_iter().chain(joined).collect()
+        });
+        // Those that were loaded are given back where another was not.
+        kernels.modules.extend(loaded.iter().filter_map(|module| module.as_ref().ok().copied()));
+        for (program, module) in programs.iter().zip(loaded) {
+            kernels.find(program, module?)?;
         }
         Ok(kernels)
+    }
+
+    /// Finds the kernels of a program.
+    fn find(&mut self, program: &Program, module: Handle) -> Result<(), CudaError> {
+        let (driver, functions) = (&self.context.driver, self.context.driver.functions());
+        for name in program.kernels {
+            let (mut function, text) = (null_mut(), CString::new(*name).unwrap_or_default());
+            // SAFETY: writes one handle; the name ends with a zero.
+            let code = unsafe { (functions.module_function)(&mut function, module, text.as_ptr()) };
+            driver.check("cuModuleGetFunction", code)?;
+            if program.much_shared {
+                // SAFETY: the handle is the driver's.
+                let code =
+                    unsafe { (functions.set_attribute)(function, MOST_SHARED, MOST_SHARED_BYTES as c_int) };
+                driver.check("cuFuncSetAttribute", code)?;
+            }
+            self.functions.insert(name, function);
+        }
+        Ok(())
     }
 
     /// Where a constant of the kernels lies in each program, which has to be of that size.

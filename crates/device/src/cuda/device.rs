@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
 
-use super::context::{Allocation, Context, Kernels, Stream};
+use super::context::{Allocation, Context, Kernels, Program, Stream};
 use super::driver::Driver;
 use super::lower::{self, Check, Places, WORKSPACE_BYTES};
-use super::{Card, CudaError, PTX, PTX_80, TENSOR_CORES, host, tables};
+use super::{
+    Card, CudaError, PTX, PTX_80, PTX_90, TENSOR_CORES, WHOLE_TILES, WHOLE_TILES_DRIVER, host, tables,
+};
 use crate::{Device, DeviceError, DeviceTraits, Lent, Op, TRANSFER_BYTES, Tensor, Workspace};
 
 /// Bytes beside the arena: the workspace, and the word where faults are left, with what aligns it.
@@ -26,6 +28,8 @@ const MOST_CHECKS: usize = 4096;
 pub struct OpenCard {
     context: Arc<Context>,
     kernels: Kernels,
+    /// Whether there are the kernels that multiply whole tiles.
+    whole_tiles: bool,
     beside: Allocation,
 }
 
@@ -36,9 +40,18 @@ impl OpenCard {
     /// There is no such card, it is too old, or the driver refuses.
     pub fn new(driver: &Driver, index: u32) -> Result<Arc<OpenCard>, CudaError> {
         let context = Context::new(driver, index)?;
-        let programs: [(&str, &[&str]); 2] = [(PTX, &lower::KERNELS), (PTX_80, &lower::KERNELS_80)];
-        let count = if context.card.capability >= TENSOR_CORES { 2 } else { 1 };
-        let kernels = Kernels::load(&context, &programs[..count])?;
+        let capability = context.card.capability;
+        let whole_tiles = capability == WHOLE_TILES
+            && driver.version() >= WHOLE_TILES_DRIVER
+            && driver.encode_tiled().is_some();
+        let mut programs = vec![Program { ptx: PTX, kernels: &lower::KERNELS, much_shared: false }];
+        if capability >= TENSOR_CORES {
+            programs.push(Program { ptx: PTX_80, kernels: &lower::KERNELS_80, much_shared: false });
+        }
+        if whole_tiles {
+            programs.push(Program { ptx: PTX_90, kernels: &lower::KERNELS_90, much_shared: true });
+        }
+        let kernels = Kernels::load(&context, &programs)?;
         let beside = Allocation::new(&context, BESIDE_BYTES)?;
         let (constants, stream) = (tables::bytes(), Stream::new(&context)?);
         let places = kernels.constants("tables", constants.len())?;
@@ -51,7 +64,7 @@ impl OpenCard {
             stream.copy_in(beside.address + WORKSPACE_BYTES, &no_fault)?;
         }
         stream.finish()?;
-        Ok(Arc::new(OpenCard { context, kernels, beside }))
+        Ok(Arc::new(OpenCard { context, kernels, whole_tiles, beside }))
     }
 
     /// The card.
@@ -241,8 +254,16 @@ impl Device for Cuda {
             fault: self.card.fault_address(),
             key: (self.checks.borrow().len() as u64) << PLACE_BITS,
             capability: self.card().capability,
+            whole_tiles: self.card.whole_tiles,
+            multiprocessors: self.card().multiprocessors,
         };
-        lower::lower(op, places, &mut |launch| {
+        lower::lower(op, places, &mut |mut launch| {
+            for (at, matrix) in std::mem::take(&mut launch.matrices) {
+                let map = self.card.context.encode(matrix)?;
+                if let Some(room) = launch.parameters.get_mut(at..at + map.0.len()) {
+                    room.copy_from_slice(&map.0);
+                }
+            }
             // SAFETY: the check has found all tensors in the arena, which is given back after the stream is done, and so is the
             // workspace; a block of the arena that is taken anew is used on this stream only after what used it before.
             unsafe { self.compute.launch(&self.card.kernels, &launch)? };

@@ -162,11 +162,28 @@ functions! {
     module_unload = c"cuModuleUnload" (Handle);
     module_function = c"cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
     module_global = c"cuModuleGetGlobal_v2" (*mut Address, *mut usize, Handle, *const c_char);
+    set_attribute = c"cuFuncSetAttribute" (Handle, c_int, c_int);
     launch = c"cuLaunchKernel" (
         Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void
     );
     error_string = c"cuGetErrorString" (Code, *mut *const c_char);
 }
+
+/// `cuTensorMapEncodeTiled`, which drivers have from CUDA 12.0 on.
+pub(super) type EncodeTiled = unsafe extern "C" fn(
+    *mut c_void,
+    c_int,
+    c_uint,
+    Address,
+    *const u64,
+    *const u64,
+    *const c_uint,
+    *const c_uint,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+) -> Code;
 
 /// A card, as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -213,6 +230,7 @@ pub struct Driver(Arc<Loaded>);
 
 struct Loaded {
     functions: Functions,
+    encode_tiled: Option<EncodeTiled>,
     version: u32,
     /// Open as long as its functions are called.
     _library: Library,
@@ -236,6 +254,8 @@ impl Driver {
             Library::open(&PathBuf::from(path)).map_err(|error| CudaError::NoDriver(error.to_string()))?;
         let functions =
             Functions::of(&library).map_err(|error| CudaError::DriverTooOld(error.to_string()))?;
+        // SAFETY: that is the function's type in the reference.
+        let encode_tiled = unsafe { library.function(c"cuTensorMapEncodeTiled") }.ok();
         let (mut version, checked) = (0, |call, code| check(&functions, call, code));
         // SAFETY: writes one number.
         checked("cuDriverGetVersion", unsafe { (functions.version)(&mut version) })?;
@@ -249,7 +269,7 @@ impl Driver {
             NO_DEVICE => return Err(CudaError::NoCard),
             code => check(&functions, "cuInit", code)?,
         }
-        Ok(Driver(Arc::new(Loaded { functions, version, _library: library })))
+        Ok(Driver(Arc::new(Loaded { functions, encode_tiled, version, _library: library })))
     }
 
     /// The version of CUDA that the driver is for: 1000 times the major number and 10 times the minor one.
@@ -308,6 +328,11 @@ impl Driver {
         let capability = 10 * attribute(CAPABILITY_MAJOR)? + attribute(CAPABILITY_MINOR)?;
         let multiprocessors = attribute(MULTIPROCESSORS)?;
         Ok(Card { index, name, capability, memory: memory as u64, multiprocessors })
+    }
+
+    /// What makes of a matrix what kernels copy by, where the driver has it.
+    pub(super) fn encode_tiled(&self) -> Option<EncodeTiled> {
+        self.0.encode_tiled
     }
 
     pub(super) fn functions(&self) -> &Functions {

@@ -20,9 +20,15 @@ use crate::{DeviceTraits, Op};
 pub(crate) const PTX: &str = include_str!("kernels.ptx");
 /// Those for [`TENSOR_CORES`] beside them.
 pub(crate) const PTX_80: &str = include_str!("kernels_80.ptx");
+/// Those for [`WHOLE_TILES`] beside both.
+pub(crate) const PTX_90: &str = include_str!("kernels_90.ptx");
 
 /// The compute capability, in tenths, from which on cards have what `kernels/tensor.cuh` asks for.
 pub const TENSOR_CORES: u32 = 80;
+/// The one that has what `kernels/hopper.cuh` asks for. Later ones do not.
+pub const WHOLE_TILES: u32 = 90;
+/// The first version of CUDA whose drivers take these kernels: PTX 8.0.
+pub const WHOLE_TILES_DRIVER: u32 = 12_000;
 
 /// The sources of the kernels, in the order in which they make one program.
 pub const SOURCES: [(&str, &str); 15] = [
@@ -53,6 +59,16 @@ pub const SOURCES_80: [(&str, &str); 5] = [
 ];
 /// What both programs have in common.
 pub const SHARED_80: [&str; 3] = ["prelude.cuh", "units.cuh", "shapes.cuh"];
+
+/// The sources of the kernels for [`WHOLE_TILES`]; with those of the others that [`SHARED_90`] names they make a third program.
+pub const SOURCES_90: [(&str, &str); 3] = [
+    ("hopper.cuh", include_str!("kernels/hopper.cuh")),
+    ("product_90.cu", include_str!("kernels/product_90.cu")),
+    ("attention_90.cu", include_str!("kernels/attention_90.cu")),
+];
+/// What that one has in common with the others.
+pub const SHARED_90: [&str; 5] =
+    ["prelude.cuh", "units.cuh", "shapes.cuh", "tensor.cuh", "attention_tiles.cuh"];
 
 impl DeviceTraits {
     /// A GPU's: memory of its own, in which tensors begin at multiples of 256 bytes.

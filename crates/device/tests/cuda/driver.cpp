@@ -332,20 +332,45 @@ EXPORT Code cuModuleGetGlobal_v2(Address* at, size_t* bytes, void*, const char* 
     *bytes = sizeof tables;
     return OK;
 }
-EXPORT Code cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                           unsigned shared, void* stream, void**, void** extra) {
+EXPORT Code cuFuncSetAttribute(void* function, int attribute, int value) {
     CALL;
-    if (gx == 0 || gy == 0 || gz != 1 || bx == 0 || by != 1 || bz != 1 || gy > 65535 || shared > 48 << 10) return INVALID;
-    const char* bytes = nullptr;
-    size_t size = 0;
-    for (; extra && *extra; extra += 2) {
-        if (*extra == (void*)1) bytes = (const char*)extra[1];
-        if (*extra == (void*)2) size = *(size_t*)extra[1];
+    // The most that a block of compute capability 9.0 may have.
+    if (attribute != 8 || value < 0 || value > 227 << 10) return INVALID;
+    ((on_cpu::Kernel*)function)->most_shared = value;
+    return OK;
+}
+EXPORT Code cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* sizes, const uint64_t* strides,
+                                   const unsigned* box, const unsigned* steps, int interleave, int swizzle, int, int fill) {
+    CALL;
+    // bf16 numbers, lines of 128 bytes that are placed by turns, zeros outside.
+    if (type != 9 || rank < 2 || rank > 4 || interleave != 0 || swizzle != 3 || fill != 0) return INVALID;
+    if ((Address)map % 64 || (Address)address % 16 || box[0] * 2 > 128) return INVALID;
+    on_cpu::Boxes boxes = {(Address)address, {1, 1, 1, 1}, {2, 0, 0, 0}, {1, 1, 1, 1}};
+    for (unsigned i = 0; i < rank; i++) {
+        if (sizes[i] == 0 || sizes[i] > 1ull << 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1) return INVALID;
+        if (i > 0 && (strides[i - 1] % 16 || strides[i - 1] >> 40)) return INVALID;
+        boxes.sizes[i] = sizes[i];
+        boxes.box[i] = box[i];
+        if (i > 0) boxes.strides[i] = strides[i - 1];
     }
+    memset(map, 0xff, 128);
+    memcpy(map, &boxes, sizeof boxes);
+    static_assert(sizeof boxes <= 128);
+    return OK;
+}
+EXPORT Code cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                           unsigned shared, void* stream, void** parameters, void**) {
+    CALL;
+    if (gx == 0 || gy == 0 || gz != 1 || bx == 0 || by != 1 || bz != 1 || gy > 65535) return INVALID;
     auto* kernel = (on_cpu::Kernel*)function;
-    // Parameters that the kernel does not have are never meant.
-    if (!bytes || size != kernel->bytes) return INVALID;
-    std::vector<char> copy(bytes, bytes + size);
+    if (shared > kernel->most_shared) return INVALID;
+    // Parameters that the kernel does not have are never meant; behind the last one is none.
+    std::vector<char> copy(kernel->bytes);
+    for (auto& [place, size] : kernel->parameters) {
+        if (!parameters || !*parameters) return INVALID;
+        memcpy(copy.data() + place, *parameters++, size);
+    }
+    if (*parameters) return INVALID;
     uint64_t order = on_cpu::seed;
     of(stream)->add([=] {
         uint64_t before = std::exchange(on_cpu::seed, order);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use plimsoll_device::cuda::{SOURCES, SOURCES_80};
+use plimsoll_device::cuda::{SOURCES, SOURCES_80, SOURCES_90};
 
 /// Exact arithmetic, as the kernels ask for it; aliasing as NVRTC has it.
 const FLAGS: [&str; 7] =
@@ -24,7 +24,7 @@ fn make() -> Result<PathBuf, String> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
         return Err("kernels run on the CPU only under Linux on x86-64".to_owned());
     }
-    let parts = SOURCES.iter().chain(&SOURCES_80).map(|(_, source)| *source);
+    let parts = SOURCES.iter().chain(&SOURCES_80).chain(&SOURCES_90).map(|(_, source)| *source);
     let parts = [include_str!("on_cpu.h")].into_iter().chain(parts).chain([include_str!("driver.cpp")]);
     let source: String = parts.flat_map(|part| [part, "\n"]).collect();
     let mut hasher = DefaultHasher::new();

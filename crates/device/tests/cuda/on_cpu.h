@@ -3,7 +3,7 @@
 // A thread of a block is a fiber. It runs up to a barrier and gives way to the next one, in an order that a seed shuffles anew
 // after every barrier; blocks run one after the other, in an order of that seed too. What the threads of a warp do together is a
 // barrier of the warp; with a seed one warp runs as far ahead of the others as barriers of the block let it. Shared memory begins
-// as garbage. A barrier that some threads meet while others have ended fails the launch.
+// as garbage. A barrier that some threads meet while others have ended fails the launch, and so do threads that wait for each other.
 //
 // What it cannot show: races between barriers within a warp, alignment, registers, launch limits of a card, speed.
 
@@ -92,6 +92,19 @@ struct Shown {
     float a[16][16], b[16][8];
 };
 
+// A barrier in shared memory, and the copies that it counts.
+struct Barrier {
+    unsigned count = 0, left = 0, phase = 0;
+    int64_t bytes = 0;
+    std::vector<std::pair<int64_t, std::function<void()>>> copies;
+
+    void complete() {
+        if (left || bytes) return;
+        left = count;
+        phase++;
+    }
+};
+
 // What runs on this OS thread.
 struct Core {
     std::vector<Fiber> fibers;
@@ -101,6 +114,7 @@ struct Core {
     Index block, grid;
     std::vector<unsigned char> shared;
     std::vector<Shown> shown;
+    std::map<const void*, Barrier> barriers;
     uint64_t state = 0;
 
     uint64_t random() {
@@ -163,6 +177,7 @@ inline bool run_block(unsigned threads) {
         core.fibers.push_back(fiber);
     }
     core.shown.resize(2 * ((threads + WARP_THREADS - 1) / WARP_THREADS));
+    core.barriers.clear();
     std::vector<unsigned> order(threads);
     for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = core.fibers[i];
@@ -179,20 +194,22 @@ inline bool run_block(unsigned threads) {
         fiber.at = top - 8;
         order[i] = i;
     }
-    for (;;) {
+    for (unsigned rounds = 0; rounds < 1 << 24; rounds++) {
         if (seed)
             for (unsigned i = threads - 1; i > 0; i--) std::swap(order[i], order[core.random() % (i + 1)]);
-        unsigned ended = 0;
+        unsigned ended = 0, ready = 0;
         for (unsigned i : order) {
             if (core.fibers[i].state == READY) {
                 core.now = &core.fibers[i];
                 on_cpu_switch(&core.outside, core.now->at);
             }
             ended += core.fibers[i].state == ENDED;
+            ready += core.fibers[i].state == READY;
         }
         if (ended == threads) return true;
-        if (!let_go(threads)) return false;
+        if (!let_go(threads) && !ready) return false;
     }
+    return false;
 }
 
 inline bool run(Index grid, unsigned threads, size_t shared, const std::function<void()>& body) {
@@ -204,7 +221,7 @@ inline bool run(Index grid, unsigned threads, size_t shared, const std::function
         uint64_t block = seed % 2 ? blocks - 1 - i : i;
         core.block.x = block % grid.x;
         core.block.y = block / grid.x;
-        core.shared.assign(shared + 16, 0xff);
+        core.shared.assign(shared + 1024, 0xff);
         if (!run_block(threads)) return false;
     }
     return true;
@@ -213,7 +230,11 @@ inline bool run(Index grid, unsigned threads, size_t shared, const std::function
 // A kernel: the size of its parameters, as they lie one after the other, and how it is called with them.
 struct Kernel {
     size_t bytes;
+    // Where each parameter is, and its size.
+    std::vector<std::pair<size_t, size_t>> parameters;
     std::function<void(const char*)> call;
+    // Shared memory that a launch may ask for.
+    size_t most_shared = 48 << 10;
 };
 inline std::map<std::string, Kernel>& kernels() {
     static std::map<std::string, Kernel> all;
@@ -238,7 +259,10 @@ template <class... A> struct Registered {
         std::vector<size_t> places;
         size_t end = 0;
         (places.push_back(place<A>(end)), ...);
-        kernels()[name] = {end, [f, places](const char* bytes) {
+        std::vector<std::pair<size_t, size_t>> parameters;
+        size_t sizes[] = {sizeof(A)...};
+        for (size_t i = 0; i < places.size(); i++) parameters.push_back({places[i], sizes[i]});
+        kernels()[name] = {end, parameters, [f, places](const char* bytes) {
                                call(f, places.data(), bytes, std::index_sequence_for<A...>{});
                            }};
     }
@@ -250,6 +274,7 @@ template <class... A> struct Registered {
     static void name(__VA_ARGS__);                                   \
     static on_cpu::Registered registered_##name(#name, name);        \
     static void name(__VA_ARGS__)
+#define KERNEL_FOUR KERNEL
 #define SHARED(T, name) T* name = (T*)(((uintptr_t)on_cpu::core.shared.data() + 15) / 16 * 16)
 
 #define threadIdx (on_cpu::core.now->thread)
@@ -393,4 +418,177 @@ inline void load_matrices(unsigned* out, const void* row) { on_cpu::load_matrice
 inline void load_transposed(unsigned* out, const void* row) { on_cpu::load_matrices(out, row, true); }
 template <bool HALF> inline void multiply_add(float* sums, const unsigned* a, const unsigned* b) {
     on_cpu::multiply_add(sums, a, b, HALF ? f16_value : on_cpu::bf16_number);
+}
+
+// ---- what two warpgroups do together ----
+
+#define KERNEL_90 KERNEL
+#define MAP_PARAMETER const TensorMap
+#define SHARED_TILES(name) u8* name = on_cpu::shared_tiles()
+
+namespace on_cpu {
+
+inline unsigned char* shared_tiles() { return (unsigned char*)(((uintptr_t)core.shared.data() + 1023) / 1024 * 1024); }
+
+// The driver's encoding is its own; here it is what it was made of. Strides are in bytes; that of the first size is a number's.
+struct Boxes {
+    uint64_t address, sizes[4], strides[4];
+    unsigned box[4];
+};
+
+// Lines of 128 bytes are placed by turns: bits 4 to 6 of an address are turned by bits 7 to 9.
+inline uint64_t turned(uint64_t address) { return address ^ (address >> 3 & 0x70); }
+
+struct Place {
+    int at[4];
+};
+
+// Lines of a box follow each other, whatever they are apart in memory.
+inline void copy_box(unsigned char* to, const Boxes& m, const Place& from) {
+    uint64_t numbers = 1;
+    for (unsigned box : m.box) numbers *= box;
+    for (uint64_t n = 0; n < numbers; n++) {
+        uint64_t rest = n, address = m.address;
+        bool there = true;
+        for (unsigned i = 0; i < 4; i++) {
+            int64_t at = from.at[i] + (int64_t)(rest % m.box[i]);
+            rest /= m.box[i];
+            there = there && at >= 0 && at < (int64_t)m.sizes[i];
+            address += at * m.strides[i];
+        }
+        uint16_t number = 0;
+        if (there) memcpy(&number, (const char*)address, 2);
+        memcpy(to + turned(n / m.box[0] * 128 + n % m.box[0] * 2), &number, 2);
+    }
+}
+
+// PTX ISA, "Shared memory matrix layout" and "Matrix descriptor": groups of eight lines are `stride` bytes apart. Where lines lie
+// along the inner length, a line is a row; else it is one place of the inner length, with 64 numbers across, and further runs of 64 numbers
+// are `leading` bytes apart.
+struct Operand {
+    uint64_t start, leading, stride;
+    bool across;
+
+    Operand(uint64_t bits, bool across)
+        : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4), across(across) {
+        check(bits >> 62 == 1, "a tile whose lines are not placed by turns of 128 bytes");
+    }
+    float at(unsigned outer, unsigned k) const {
+        uint64_t along = start + outer / 8 * stride + outer % 8 * 128 + 2 * k;
+        uint64_t over = start + outer / 64 * leading + k / 8 * stride + k % 8 * 128 + 2 * (outer % 64);
+        uint16_t number;
+        memcpy(&number, shared_tiles() + turned(across ? over : along), 2);
+        return bf16_number(number);
+    }
+};
+
+} // namespace on_cpu
+
+inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - on_cpu::shared_tiles()); }
+
+inline void barrier_begin(unsigned long long* barrier, unsigned count) {
+    auto& own = on_cpu::core.barriers[barrier];
+    own.count = own.left = count;
+}
+inline void barriers_begun() {}
+inline void barrier_arrive(unsigned long long* barrier) {
+    auto& own = on_cpu::core.barriers[barrier];
+    on_cpu::check(own.left > 0, "more arrivals at a barrier than it counts");
+    own.left--;
+    own.complete();
+}
+inline void barrier_expect(unsigned long long* barrier, unsigned bytes) {
+    on_cpu::core.barriers[barrier].bytes += bytes;
+    barrier_arrive(barrier);
+}
+// Copies happen when somebody waits for them.
+inline void barrier_wait(unsigned long long* barrier, unsigned parity) {
+    auto& own = on_cpu::core.barriers[barrier];
+    for (;;) {
+        for (auto& [bytes, copy] : std::exchange(own.copies, {})) {
+            copy();
+            own.bytes -= bytes;
+            own.complete();
+        }
+        if (own.phase % 2 != parity) return;
+        on_cpu::give_way(on_cpu::READY);
+    }
+}
+namespace on_cpu {
+
+inline void begin_box(void* to, const void* map, Place from, unsigned long long* barrier) {
+    Boxes boxes;
+    memcpy(&boxes, map, sizeof boxes);
+    check(shared_address(to) % 1024 == 0, "a tile that does not begin at a multiple of 1024 bytes");
+    int64_t bytes = 2;
+    for (unsigned box : boxes.box) bytes *= box;
+    core.barriers[barrier].copies.push_back({bytes, [=] { copy_box((unsigned char*)to, boxes, from); }});
+}
+
+} // namespace on_cpu
+
+template <class Map> inline void tile_begin(void* to, const Map* map, unsigned x, unsigned y, unsigned long long* barrier) {
+    on_cpu::begin_box(to, map, {(int)x, (int)y, 0, 0}, barrier);
+}
+template <class Map>
+inline void lines_begin(void* to, const Map* map, unsigned x, unsigned head, unsigned line, unsigned batch, unsigned long long* barrier) {
+    on_cpu::begin_box(to, map, {(int)x, (int)head, (int)line, (int)batch}, barrier);
+}
+inline void written_for_products() {}
+template <unsigned COUNT> inline void registers_less() {}
+template <unsigned COUNT> inline void registers_more() {}
+inline void warp_barrier() { on_cpu::give_way(on_cpu::AT_WARP); }
+inline unsigned long long tile_descriptor(const void* tile, unsigned leading) {
+    return (unsigned long long)(shared_address(tile) >> 4) | (unsigned long long)(leading >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+inline float exp2_of(float x) { return exp2f(x); }
+template <unsigned COUNT> inline void settle(float*) {}
+// The threads of a warp go together here; products are done at once.
+inline void products_begin() { on_cpu::give_way(on_cpu::AT_WARP); }
+inline void products_group() {}
+template <unsigned LEFT, unsigned COUNT> inline void products_wait(float*) { on_cpu::give_way(on_cpu::AT_WARP); }
+
+// PTX ISA, "Matrix fragments for wgmma.mma_async.m64nNk16": with group = lane / 4 and t = lane % 4, number 4 j + n of warp w of a
+// warpgroup is of row 16 w + group + n / 2 * 8 and of column 8 j + 2 t + n % 2.
+template <unsigned COLUMNS, bool A_ACROSS, bool B_ACROSS>
+inline void multiply_tiles(float* sums, unsigned long long a, unsigned long long b) {
+    on_cpu::Operand of_a(a, A_ACROSS), of_b(b, B_ACROSS);
+    unsigned thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    float rows[2][16], own[16];
+    for (unsigned k = 0; k < 16; k++)
+        for (unsigned half = 0; half < 2; half++) rows[half][k] = of_a.at(row + 8 * half, k);
+    for (unsigned i = 0; i < COLUMNS / 4; i++) {
+        for (unsigned k = 0; k < 16; k++) own[k] = of_b.at(column + i / 2 * 8 + i % 2, k);
+        for (unsigned half = 0; half < 2; half++) {
+            float& sum = sums[i / 2 * 4 + half * 2 + i % 2];
+            for (unsigned k = 0; k < 16; k++) sum += rows[half][k] * own[k];
+        }
+    }
+}
+
+inline unsigned narrow_pair(float low, float high) {
+    auto narrow = [](float x) {
+        unsigned bits = __float_as_uint(x);
+        return x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    };
+    return narrow(low) | narrow(high) << 16;
+}
+
+// The rows' numbers come from the threads that have them: each four have two rows, as of `multiply_add` above.
+template <unsigned COLUMNS> inline void multiply_rows(float* sums, const unsigned* a, unsigned long long b) {
+    on_cpu::Operand of_b(b, true);
+    on_cpu::Shown& all = on_cpu::shown();
+    unsigned group = on_cpu::lane() / 4, t = on_cpu::lane() % 4;
+    for (unsigned i = 0; i < 8; i++) {
+        float number = on_cpu::bf16_number((unsigned short)(a[i / 2] >> (i % 2 * 16)));
+        all.a[group + (i / 2 % 2) * 8][2 * t + i % 2 + i / 4 * 8] = number;
+    }
+    on_cpu::give_way(on_cpu::AT_WARP);
+    for (unsigned i = 0; i < COLUMNS / 4; i++) {
+        unsigned column = 2 * t + i / 2 * 8 + i % 2;
+        for (unsigned half = 0; half < 2; half++) {
+            float& sum = sums[i / 2 * 4 + half * 2 + i % 2];
+            for (unsigned k = 0; k < 16; k++) sum += all.a[group + 8 * half][k] * of_b.at(column, k);
+        }
+    }
 }

@@ -40,6 +40,10 @@ fn shapes() -> Vec<AttentionShape> {
     let both =
         AttentionShape { soft_cap: Some(2.0), window: Some(33), ..shape(2, [270, 270, 270], [2, 1, 4]) };
     all.push(both);
+    // Heads that whole tiles are made of: of eight numbers, of more than one box, in groups.
+    all.push(shape(2, [150, 150, 150], [2, 1, 8]));
+    all.push(AttentionShape { window: Some(70), ..shape(1, [200, 200, 200], [1, 1, 72]) });
+    all.push(AttentionShape { soft_cap: Some(0.7), ..shape(1, [130, 130, 130], [2, 1, 64]) });
     all
 }
 
@@ -50,6 +54,7 @@ pub fn decoding_shapes() -> Vec<AttentionShape> {
         shape(1, [1, 700, 800], [8, 1, 16]),
         shape(2, [3, 290, 300], [4, 2, 6]),
         shape(1, [140, 600, 600], [2, 2, 4]),
+        shape(2, [140, 300, 350], [2, 1, 16]),
     ];
     for window in [1, 40, 300] {
         all.push(AttentionShape { window: Some(window), ..shape(1, [1, 700, 800], [4, 1, 4]) });
@@ -125,6 +130,7 @@ pub fn cases() -> Vec<(AttentionShape, Vec<u64>)> {
         AttentionShape { window: Some(20), ..shape(1, [530, 530, 530], [2, 1, 4]) },
         AttentionShape { soft_cap: Some(0.7), ..shape(1, [790, 790, 790], [2, 2, 4]) },
         sparse_shapes()[0],
+        shape(2, [280, 280, 280], [1, 1, 24]),
     ];
     all.extend(packed.into_iter().flat_map(|s| (0..3).map(move |kind| (s, documents(&s, kind)))));
     all

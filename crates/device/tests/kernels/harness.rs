@@ -75,9 +75,11 @@ pub fn check_product(
 ) {
     check(label, operands, &op, expected);
     let Some(gpu) = gpu() else { return };
-    if let Some(mock) = &gpu.mock {
-        let label = format!("{label}, older GPU");
-        check_on_gpu(&label, &gpu, &mock.older, operands, &op, expected, &[], &ORDERS[..2]);
+    for (name, cuda) in
+        gpu.mock.iter().flat_map(|mock| [("older", &mock.older), ("compute 8.0", &mock.ampere)])
+    {
+        let label = format!("{label}, {name} GPU");
+        check_on_gpu(&label, &gpu, cuda, operands, &op, expected, &[], &ORDERS[..2]);
     }
 }
 
@@ -223,7 +225,7 @@ fn run_on(device: &dyn Device, operands: &[Operand], op: RunOp<'_>) -> Result<Ve
 
 /// A card, or one that is none with a way to say in which order its threads take turns.
 struct Gpu {
-    /// With tensor cores.
+    /// With all that there are kernels for.
     cuda: Cuda,
     mock: Option<Mock>,
 }
@@ -231,6 +233,8 @@ struct Gpu {
 struct Mock {
     /// Without tensor cores that there are kernels for.
     older: Cuda,
+    /// With tensor cores that multiply no whole tiles.
+    ampere: Cuda,
     set_order: extern "C" fn(u64),
     /// Open as long as its function is called.
     _library: Library,
@@ -274,8 +278,8 @@ fn gpu() -> Option<Rc<Gpu>> {
                 let card = OpenCard::new(&Driver::open(path).unwrap(), 0).unwrap();
                 Cuda::new(&card, 16 << 20).unwrap()
             };
-            let (older, cuda) = (open(75), open(90));
-            Rc::new(Gpu { cuda, mock: Some(Mock { older, set_order, _library: library }) })
+            let [older, ampere, cuda] = [75, 80, 90].map(open);
+            Rc::new(Gpu { cuda, mock: Some(Mock { older, ampere, set_order, _library: library }) })
         });
         Some(Rc::clone(made))
     })

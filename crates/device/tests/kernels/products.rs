@@ -10,8 +10,8 @@ use crate::harness::{Expected, Operand, check_product, noise};
 use DType::{Bf16, F16, F32};
 
 /// Tokens, inputs, outputs: one of everything, rows of few, edges of tiles of 128, lines that begin at multiples of 16, 8, 4 and 2
-/// bytes, and sums that are folded.
-const SHAPES: [[usize; 3]; 9] = [
+/// bytes, whole tiles that are narrow and wide, and sums that are folded.
+const SHAPES: [[usize; 3]; 10] = [
     [1, 1, 1],
     [16, 70, 9],
     [17, 16, 3],
@@ -19,6 +19,7 @@ const SHAPES: [[usize; 3]; 9] = [
     [130, 36, 40],
     [19, 34, 131],
     [129, 33, 129],
+    [150, 136, 272],
     [24, 2050, 18],
     [18, 24, 2088],
 ];

@@ -110,14 +110,16 @@ KERNEL(attention_finish, const float* flag, const float* sums, const float* most
 }
 
 // delta = the sum of dout * out over a head.
+// A warp has a head of a query at a time: those that follow each other in memory go to warps that do.
 KERNEL(attention_deltas, const float* flag, View out, View dout, float* delta, Shape s) {
     if (skipped(flag)) return;
-    EACH(row, s.batch * s.heads * s.q_len) {
-        u64 i = row % s.q_len, head = row / s.q_len % s.heads, batch = row / s.q_len / s.heads;
-        u64 place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
+    u32 lane = threadIdx.x % WARP, heads = (u32)s.heads, length = (u32)s.q_len;
+    for (u64 row = first_element() / WARP; row < s.batch * s.heads * s.q_len; row += all_threads() / WARP) {
+        u64 query = row / heads, head = row - query * heads, batch = query / length;
         float sum = 0.0f;
-        for (u64 d = 0; d < s.head_dim; d++) sum += load_float(out, place + d) * load_float(dout, place + d);
-        delta[row] = sum;
+        for (u64 d = lane; d < s.head_dim; d += WARP) sum += load_float(out, row * s.head_dim + d) * load_float(dout, row * s.head_dim + d);
+        sum = warp_sum(sum);
+        if (lane == 0) delta[(batch * heads + head) * length + query - batch * length] = sum;
     }
 }
 

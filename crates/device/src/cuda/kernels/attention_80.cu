@@ -5,21 +5,6 @@
 
 #define TILES_OF_KEYS (KEYS / 8)
 
-// The largest, and the sum, over the four threads that have a row of scores.
-__device__ inline float largest_of_four(float x) {
-#pragma unroll
-    for (u32 mask = 1; mask < 4; mask *= 2) {
-        float other = of_neighbour(x, mask);
-        x = other > x ? other : x;
-    }
-    return x;
-}
-__device__ inline float sum_of_four(float x) {
-#pragma unroll
-    for (u32 mask = 1; mask < 4; mask *= 2) x += of_neighbour(x, mask);
-    return x;
-}
-
 template <u32 HEAD>
 __device__ inline void attention_of_tiles(u16* tiles, View q, View k, View v, const u32* documents, View out, float* lse,
                                           float* sums, float* mosts, float* totals, const Shape& s) {

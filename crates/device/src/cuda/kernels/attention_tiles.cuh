@@ -47,27 +47,57 @@ template <u32 COUNT> __device__ inline void clear(float (*sums)[4]) {
         for (u32 n = 0; n < 4; n++) sums[j][n] = 0.0f;
 }
 
+// The largest, and the sum, over the four threads that have a row of scores.
+__device__ inline float largest_of_four(float x) {
+#pragma unroll
+    for (u32 mask = 1; mask < 4; mask *= 2) {
+        float other = of_neighbour(x, mask);
+        x = other > x ? other : x;
+    }
+    return x;
+}
+__device__ inline float sum_of_four(float x) {
+#pragma unroll
+    for (u32 mask = 1; mask < 4; mask *= 2) x += of_neighbour(x, mask);
+    return x;
+}
+
 // What a thread has of one of its two lines, divided, and added to what is there or instead of it.
 template <u32 HEAD>
 __device__ inline void put_lines(View x, const float (*values)[4], u32 half, float divisor,
                                  u64 place, u64 head_dim, u32 accumulate) {
     u32 lane = threadIdx.x % WARP;
+    bool pairs = head_dim % 2 == 0 && x.at % 8 == 0;
 #pragma unroll
-    for (u32 j = 0; j < HEAD / 8; j++)
+    for (u32 j = 0; j < HEAD / 8; j++) {
+        u32 d = j * 8 + lane % 4 * 2;
+        float pair[2] = {values[j][half * 2] / divisor, values[j][half * 2 + 1] / divisor};
+        if (d >= head_dim) continue;
+        if (pairs && x.type == F32) {
+            float* at = (float*)x.at + place + d;
+            TwoWords before = accumulate ? *(const TwoWords*)at : TwoWords{0, 0};
+            *(TwoWords*)at = {__float_as_uint(accumulate ? __uint_as_float(before.x) + pair[0] : pair[0]),
+                              __float_as_uint(accumulate ? __uint_as_float(before.y) + pair[1] : pair[1])};
+            continue;
+        }
+        if (pairs && x.type == BF16 && !accumulate) {
+            *(u32*)((u16*)x.at + place + d) = pair_of_16_bits<false>(pair[0], pair[1]);
+            continue;
+        }
 #pragma unroll
         for (u32 n = 0; n < 2; n++) {
-            u32 d = j * 8 + lane % 4 * 2 + n;
-            float value = values[j][half * 2 + n] / divisor;
-            if (d >= head_dim) continue;
+            if (d + n >= head_dim) continue;
+            float value = pair[n];
             if (x.type == F32) {
-                float* at = (float*)x.at + place + d;
+                float* at = (float*)x.at + place + d + n;
                 *at = accumulate ? *at + value : value;
             } else {
-                u16* at = (u16*)x.at + place + d;
+                u16* at = (u16*)x.at + place + d + n;
                 if (x.type == F16) *at = to_f16(accumulate ? f16_value(*at) + value : value);
                 else *at = to_bf16(accumulate ? bf16_value(*at) + value : value);
             }
         }
+    }
 }
 
 // The queries of a block.
@@ -107,10 +137,12 @@ __device__ inline Block block_of(const Shape& s, const u32* documents, u64* lows
     u32 first = (rounds - 1 - blockIdx.x / heads / (u32)s.batch) * QUERIES;
     u64 kv_head = head / (heads / (u32)s.kv_heads), before = s.kv_len - s.q_len;
 
-    // The first key that any of the queries sees.
+    // The first key that any of the queries sees; without documents it is the first one's.
+    u64 end = before + (first + QUERIES < length ? first + QUERIES : length);
+    if (!documents) return {head, batch, first, kv_head, earliest(s, before + first, 0), end};
     if (threadIdx.x < QUERIES) {
         u64 i = first + threadIdx.x;
-        u64 document = i < length && documents ? documents[batch * s.q_len + i] : 0;
+        u64 document = i < length ? documents[batch * s.q_len + i] : 0;
         lows[threadIdx.x] = i < length ? earliest(s, before + i, document) : before + i;
     }
     __syncthreads();
@@ -118,7 +150,6 @@ __device__ inline Block block_of(const Shape& s, const u32* documents, u64* lows
 #pragma unroll 1
     for (u32 i = 1; i < QUERIES; i++) low = lows[i] < low ? lows[i] : low;
     __syncthreads();
-    u64 end = before + (first + QUERIES < length ? first + QUERIES : length);
     return {head, batch, first, kv_head, low, end};
 }
 

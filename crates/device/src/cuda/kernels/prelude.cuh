@@ -15,6 +15,8 @@ typedef long long i64;
 
 #ifndef ON_CPU
 #define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(THREADS, 1) name(__VA_ARGS__)
+// With few enough registers for four blocks on a multiprocessor: where much must be on its way from memory.
+#define KERNEL_FOUR(name, ...) extern "C" __global__ void __launch_bounds__(THREADS, 4) name(__VA_ARGS__)
 #define APART __noinline__
 #define SHARED(T, name)                                        \
     extern __shared__ __align__(16) unsigned char all_shared[]; \
@@ -60,6 +62,14 @@ struct Tables {
 extern "C" {
 __constant__ Tables tables;
 }
+
+// Words that are read or written at once.
+struct alignas(16) Words {
+    u32 x, y, z, w;
+};
+struct alignas(8) Half {
+    u32 x, y;
+};
 
 __device__ inline bool skipped(const float* flag) { return flag && *flag == 0.0f; }
 
@@ -316,6 +326,169 @@ __device__ inline void store(View out, u64 i, float x, Rounding rounding) {
         out.type == BF16 ? bf16_cut(x, __float_as_uint(x) + random) : to_f16_stochastically(x, random);
 }
 
+// ---- elements that a thread takes at once ----
+//
+// Eight of them where all tensors are floats whose fours are aligned, else one. What a kernel does with them is written once, for
+// either; it reads all that it needs before it uses any of it, so that many bytes are on their way.
+
+// Fours of the threads of a block lie side by side; a thread's second one lies behind the first ones of all.
+#define GAP (4 * THREADS)
+
+// Places of eight elements; the last four may not be there.
+struct Eight {
+    static constexpr u32 N = 8;
+    u64 at;
+    bool both;
+
+    __device__ u64 of(u32 k) const { return at + k % 4 + k / 4 * GAP; }
+    __device__ bool has(u32 k) const { return k < 4 || both; }
+    // The same so many elements on, which are whole fours.
+    __device__ Eight behind(u64 start) const { return {at + start, both}; }
+};
+
+struct One {
+    static constexpr u32 N = 1;
+    u64 at;
+
+    __device__ u64 of(u32) const { return at; }
+    __device__ bool has(u32) const { return true; }
+    __device__ One behind(u64 start) const { return {at + start}; }
+};
+
+// Whether fours of a tensor can be read and written.
+__device__ inline bool in_fours(View x) {
+    return x.type == F32 ? x.at % 16 == 0 : (x.type == BF16 || x.type == F16) && x.at % 8 == 0;
+}
+
+__device__ inline View floats(const float* at) { return {(u64)at, F32, 0}; }
+
+// Gives `body` the places of n elements, over the threads of `blocks` blocks.
+template <class Body> __device__ inline void each_over(u64 n, bool fours, u64 block, u64 blocks, const Body& body) {
+    u64 whole = fours ? n / 4 * 4 : 0;
+#pragma unroll 1
+    for (u64 i = block * 2 * GAP + 4 * threadIdx.x; i < whole; i += blocks * 2 * GAP) body(Eight{i, i + GAP < whole});
+#pragma unroll 1
+    for (u64 i = whole + block * THREADS + threadIdx.x; i < n; i += blocks * THREADS) body(One{i});
+}
+// Over all blocks.
+template <class Body> __device__ inline void each(u64 n, bool fours, const Body& body) {
+    each_over(n, fours, blockIdx.x, gridDim.x, body);
+}
+template <class Body> __device__ inline void each_of_block(u64 n, bool fours, const Body& body) {
+    each_over(n, fours, 0, 1, body);
+}
+
+template <u32 N> struct Numbers {
+    float of[N];
+    __device__ float& operator[](u32 k) { return of[k]; }
+    __device__ float operator[](u32 k) const { return of[k]; }
+};
+
+// Elements as they lie in memory.
+struct Fetched {
+    u32 type;
+    Words fours[2];
+};
+
+__device__ inline Words four_at(View x, u64 i) {
+    if (x.type == F32) return *(const Words*)(x.at + 4 * i);
+    Half half = *(const Half*)(x.at + 2 * i);
+    return {half.x, half.y, 0, 0};
+}
+
+__device__ inline Fetched fetch(View x, Eight places) {
+    Fetched got = {x.type, {four_at(x, places.at), {0, 0, 0, 0}}};
+    if (places.both) got.fours[1] = four_at(x, places.at + GAP);
+    return got;
+}
+__device__ inline Numbers<1> fetch(View x, One place) { return {{load(x, place.at)}}; }
+
+__device__ inline void four_of(u32 type, Words words, float* out) {
+    if (type == F32) {
+        out[0] = __uint_as_float(words.x);
+        out[1] = __uint_as_float(words.y);
+        out[2] = __uint_as_float(words.z);
+        out[3] = __uint_as_float(words.w);
+    } else if (type == BF16) {
+        out[0] = __uint_as_float(words.x << 16);
+        out[1] = __uint_as_float(words.x & 0xffff0000u);
+        out[2] = __uint_as_float(words.y << 16);
+        out[3] = __uint_as_float(words.y & 0xffff0000u);
+    } else {
+        out[0] = f16_value((u16)words.x);
+        out[1] = f16_value((u16)(words.x >> 16));
+        out[2] = f16_value((u16)words.y);
+        out[3] = f16_value((u16)(words.y >> 16));
+    }
+}
+
+__device__ inline Numbers<8> numbers(const Fetched& got) {
+    Numbers<8> all;
+    four_of(got.type, got.fours[0], all.of);
+    four_of(got.type, got.fours[1], all.of + 4);
+    return all;
+}
+__device__ inline Numbers<1> numbers(Numbers<1> got) { return got; }
+
+__device__ inline void put_words(View out, u64 i, Words words) {
+    if (out.type == F32) *(Words*)(out.at + 4 * i) = words;
+    else *(Half*)(out.at + 2 * i) = {words.x, words.y};
+}
+
+__device__ inline u32 two(u16 low, u16 high) { return (u32)low | (u32)high << 16; }
+
+__device__ inline Words four_words(u32 type, const float* x) {
+    if (type == F32) return {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])};
+    if (type == BF16) return {two(to_bf16(x[0]), to_bf16(x[1])), two(to_bf16(x[2]), to_bf16(x[3])), 0, 0};
+    return {two(to_f16(x[0]), to_f16(x[1])), two(to_f16(x[2]), to_f16(x[3])), 0, 0};
+}
+
+// Writes elements, to nearest.
+__device__ inline void put(View out, Eight places, const Numbers<8>& x) {
+    put_words(out, places.at, four_words(out.type, x.of));
+    if (places.both) put_words(out, places.at + GAP, four_words(out.type, x.of + 4));
+}
+__device__ inline void put(View out, One place, Numbers<1> x) { store(out, place.at, x[0]); }
+
+// A rounding for many elements: what their random words have in common is worked out once.
+struct Rounder {
+    Rounding rounding;
+    u64 high, keys;
+
+    __device__ Rounder(Rounding r) : rounding(r), high(r.first >> 32), keys(0) {
+        if (r.stochastic) keys = splitmix64(r.seed, high);
+    }
+    // Four numbers as bf16.
+    __device__ Words four(u64 i, const float* x) {
+        u64 index = rounding.first + i, next = 0;
+        if (index >> 32 != high) {
+            high = index >> 32;
+            keys = splitmix64(rounding.seed, high);
+        }
+        next = keys;
+        if ((u32)index > 0xfffffffcu) next = splitmix64(rounding.seed, high + 1);
+        u16 cut[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            u32 low = (u32)index + k;
+            u64 own = low < k ? next : keys;
+            u32 random = mixed(mixed(low ^ (u32)own) + (u32)(own >> 32)) >> 16;
+            cut[k] = bf16_cut(x[k], __float_as_uint(x[k]) + random);
+        }
+        return {two(cut[0], cut[1]), two(cut[2], cut[3]), 0, 0};
+    }
+};
+
+// Whether fours can be written with that rounding.
+__device__ inline bool in_fours(View out, Rounding rounding) { return in_fours(out) && !(out.type == F16 && rounding.stochastic); }
+
+__device__ inline void put(View out, Eight places, const Numbers<8>& x, Rounder& by) {
+    if (out.type == F32 || !by.rounding.stochastic) return put(out, places, x);
+    put_words(out, places.at, by.four(places.at, x.of));
+    if (places.both) put_words(out, places.at + GAP, by.four(places.at + GAP, x.of + 4));
+}
+__device__ inline void put(View out, One place, Numbers<1> x, Rounder& by) { store(out, place.at, x[0], by.rounding); }
+
 // ---- over the threads of a warp, of which each has something ----
 
 #define WARP 32
@@ -328,39 +501,38 @@ __device__ inline float of_neighbour(float x, u32 mask) {
 }
 #endif
 
-__device__ inline float warp_sum(float x) {
-    for (u32 mask = WARP / 2; mask > 0; mask /= 2) x += of_neighbour(x, mask);
-    return x;
-}
-
-// ---- over the threads of a block; `scratch` has room for one number a thread ----
-
-// All threads' numbers as one: runs of RUN_THREADS of them, then the runs, in order.
-#define RUN_THREADS 16
-
-template <class T, class F> __device__ inline T block_fold(T x, T* scratch, F both) {
-    scratch[threadIdx.x] = x;
-    __syncthreads();
-    T part = x;
-    if (threadIdx.x < THREADS / RUN_THREADS) {
-        part = scratch[threadIdx.x * RUN_THREADS];
-        for (u32 i = 1; i < RUN_THREADS; i++) part = both(part, scratch[threadIdx.x * RUN_THREADS + i]);
-    }
-    __syncthreads();
-    if (threadIdx.x < THREADS / RUN_THREADS) scratch[threadIdx.x] = part;
-    __syncthreads();
-    T all = scratch[0];
-    for (u32 i = 1; i < THREADS / RUN_THREADS; i++) all = both(all, scratch[i]);
-    __syncthreads();
-    return all;
-}
-
 struct Sum {
     template <class T> __device__ T operator()(T a, T b) const { return a + b; }
 };
 struct Larger {
     template <class T> __device__ T operator()(T a, T b) const { return b > a ? b : a; }
 };
+
+// All threads' numbers as one: neighbours first, then neighbours of these. `both` does not mind which of two comes first.
+template <class T, class F> __device__ inline T warp_fold(T x, F both) {
+    for (u32 mask = WARP / 2; mask > 0; mask /= 2) {
+        T other = x;
+        u32* words = (u32*)&other;
+        for (u32 i = 0; i < sizeof(T) / 4; i++) words[i] = __float_as_uint(of_neighbour(__uint_as_float(words[i]), mask));
+        x = both(x, other);
+    }
+    return x;
+}
+
+__device__ inline float warp_sum(float x) { return warp_fold(x, Sum()); }
+
+// ---- over the threads of a block; `scratch` has room for one number a thread ----
+
+// All threads' numbers as one: each warp's, then the warps' in order.
+template <class T, class F> __device__ inline T block_fold(T x, T* scratch, F both) {
+    x = warp_fold(x, both);
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
+    __syncthreads();
+    T all = scratch[0];
+    for (u32 i = 1; i < THREADS / WARP; i++) all = both(all, scratch[i]);
+    __syncthreads();
+    return all;
+}
 
 template <class T> __device__ inline T block_sum(T x, T* scratch) { return block_fold(x, scratch, Sum()); }
 

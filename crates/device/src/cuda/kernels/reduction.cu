@@ -9,7 +9,8 @@
 #define LANES 32
 #define RUN_ELEMENTS 256
 
-__device__ inline void exact_add(u64* sum, double value) {
+// Adds to a sum whose words lie `apart` and that nobody else adds to.
+__device__ inline void exact_add(u64* sum, u32 apart, double value) {
     u64 bits = (u64)__double_as_longlong(value);
     int exponent = (int)(bits >> 52);
     u64 mantissa = (bits << 12 >> 12);
@@ -21,14 +22,15 @@ __device__ inline void exact_add(u64* sum, double value) {
         place++;
     }
     if (place < 0 || place / 32 + 3 > DIGITS) {
-        atomicMax(sum + DIGITS, 1ull);
+        sum[DIGITS * apart] = 1;
         return;
     }
     u32 shift = (u32)place % 32;
     u64 low = mantissa << shift, high = shift ? mantissa >> (64 - shift) : 0;
-    atomicAdd(sum + place / 32, low & 0xffffffffull);
-    atomicAdd(sum + place / 32 + 1, low >> 32);
-    atomicAdd(sum + place / 32 + 2, high);
+    sum += place / 32 * apart;
+    sum[0] += low & 0xffffffffull;
+    sum[apart] += low >> 32;
+    sum[2 * apart] += high;
 }
 
 // Leaves every digit below 2^32.
@@ -63,30 +65,68 @@ KERNEL(clear_words, const float* flag, u64* words, u64 n, u64 value) {
     EACH(i, n) words[i] = value;
 }
 
-// Adds the squares of x to an exact sum: runs of 256 in f64, in LANES sums that are added in order.
-KERNEL(exact_squares, const float* flag, View x, u64 n, u64* sum) {
+// Threads that have a run together, four of its lanes each; the runs of a block, and room for their lanes' sums.
+#define LANE_THREADS (LANES / 4)
+#define BLOCK_RUNS (THREADS / LANE_THREADS)
+#define LANE_ROOM (LANES + 1)
+
+// Adds the squares of x to an exact sum: runs of 256 in f64, in LANES sums that are added in order. A warp's threads have a run
+// each when these are added, and exact sums of their own, which become one at the end.
+KERNEL_FOUR(exact_squares, const float* flag, View x, u64 n, u64* sum) {
+    SHARED(double, lanes);
     if (skipped(flag)) return;
-    EACH(run, (n + RUN_ELEMENTS - 1) / RUN_ELEMENTS) {
-        u64 start = run * RUN_ELEMENTS, count = n - start < RUN_ELEMENTS ? n - start : RUN_ELEMENTS;
-        double all = 0.0;
-        for (u64 lane = 0; lane < LANES; lane++) {
+    u64* own = (u64*)(lanes + BLOCK_RUNS * LANE_ROOM);
+    EACH_OF_BLOCK(i, BLOCK_RUNS * EXACT_WORDS) own[i] = 0;
+    bool fours = in_fours(x);
+    u64 runs = (n + RUN_ELEMENTS - 1) / RUN_ELEMENTS;
+    u32 own_run = threadIdx.x / LANE_THREADS, lane = threadIdx.x % LANE_THREADS * 4;
+    for (u64 first = (u64)blockIdx.x * BLOCK_RUNS; first < runs; first += (u64)gridDim.x * BLOCK_RUNS) {
+        u64 start = (first + own_run) * RUN_ELEMENTS, count = start >= n ? 0 : n - start < RUN_ELEMENTS ? n - start : RUN_ELEMENTS;
+        double* to = lanes + own_run * LANE_ROOM + lane;
+        if (fours && count == RUN_ELEMENTS) {
+            Words words[RUN_ELEMENTS / LANES];
+            double sums[4] = {0.0, 0.0, 0.0, 0.0};
+#pragma unroll
+            for (u32 part = 0; part < RUN_ELEMENTS / LANES; part++) words[part] = four_at(x, start + part * LANES + lane);
+#pragma unroll
+            for (u32 part = 0; part < RUN_ELEMENTS / LANES; part++) {
+                float values[4];
+                four_of(x.type, words[part], values);
+                for (u32 k = 0; k < 4; k++) sums[k] = __dadd_rn(sums[k], __dmul_rn((double)values[k], (double)values[k]));
+            }
+            for (u32 k = 0; k < 4; k++) to[k] = sums[k];
+        } else {
             u64 whole = count / LANES * LANES;
-            double of_lane = 0.0;
-            if (whole + lane < count) {
-                double value = load(x, start + whole + lane);
-                of_lane = __dmul_rn(value, value);
+            for (u32 k = 0; k < 4; k++) {
+                double of_lane = 0.0;
+                if (whole + lane + k < count) {
+                    double value = load(x, start + whole + lane + k);
+                    of_lane = __dmul_rn(value, value);
+                }
+                for (u64 i = lane + k; i < whole; i += LANES) {
+                    double value = load(x, start + i);
+                    of_lane = __dadd_rn(of_lane, __dmul_rn(value, value));
+                }
+                to[k] = of_lane;
             }
-            for (u64 i = lane; i < whole; i += LANES) {
-                double value = load(x, start + i);
-                of_lane = __dadd_rn(of_lane, __dmul_rn(value, value));
-            }
-            all = __dadd_rn(all, of_lane);
         }
-        exact_add(sum, all);
+        __syncthreads();
+        if (threadIdx.x < BLOCK_RUNS) {
+            double all = 0.0;
+#pragma unroll
+            for (u32 i = 0; i < LANES; i++) all = __dadd_rn(all, lanes[threadIdx.x * LANE_ROOM + i]);
+            exact_add(own + threadIdx.x, BLOCK_RUNS, all);
+        }
+        __syncthreads();
     }
+    __syncthreads();
+    if (threadIdx.x >= EXACT_WORDS) return;
+    u64 all = 0;
+    for (u32 i = 0; i < BLOCK_RUNS; i++) all += own[threadIdx.x * BLOCK_RUNS + i];
+    if (all && threadIdx.x < DIGITS) atomicAdd(sum + threadIdx.x, all);
+    else if (all) atomicMax(sum + DIGITS, 1ull);
 }
 
-// out = exact sums, rounded; `finite` becomes 0 where one of them is not finite.
 KERNEL(round_exact, const float* flag, u64* sums, float* out, float* finite, u64 count) {
     if (skipped(flag)) return;
     EACH(i, count) {
@@ -153,27 +193,34 @@ struct Factors {
     u32 unused;
 };
 
-// partials[block] = a sum of squares; every block has a run of `each` elements.
-KERNEL(partial_squares, const float* flag, u32 what, View x, u64 n, u64 each, const float* grad_scale, Factors by,
+// partials[block] = a sum of squares; every block has a run of elements.
+KERNEL(partial_squares, const float* flag, u32 what, View x, u64 n, u64 run, const float* grad_scale, Factors by,
        const double* mean, double* partials) {
     SHARED(double, scratch);
     if (skipped(flag)) return;
     float scale = grad_scale ? *grad_scale : 1.0f;
-    u64 start = blockIdx.x * each, end = start + each < n ? start + each : n;
+    u64 start = blockIdx.x * run, end = start + run < n ? start + run : n;
     double sum = 0.0;
-    for (u64 i = start + threadIdx.x; i < end; i += THREADS) {
-        float value = load(x, i);
-        u64 row = i / by.width, place = by.whole ? i : i % by.width;
-        if (what == OF_DIVIDED) {
-            float factor = by.rows ? (float)sqrt(*mean / (double)by.rows[row]) : 1.0f;
-            value = value * (factor * scale) / sqrtf(by.columns[place]);
+    each_of_block(end - start, run % 4 == 0 && in_fours(x), [&](auto i) {
+        auto places = i.behind(start);
+        auto got = fetch(x, places);
+        auto all = numbers(got);
+        for (u32 k = 0; k < i.N; k++) {
+            float value = all[k];
+            if (what != OF_VALUES && places.has(k)) {
+                u64 at = places.of(k), row = at / by.width, place = by.whole ? at : at % by.width;
+                if (what == OF_DIVIDED) {
+                    float factor = by.rows ? (float)sqrt(*mean / (double)by.rows[row]) : 1.0f;
+                    value = value * (factor * scale) / sqrtf(by.columns[place]);
+                } else if (by.rows) {
+                    value = value * (scale * by.rows[row]);
+                } else {
+                    value = value * scale * by.columns[place];
+                }
+            }
+            sum += (double)value * (double)value;
         }
-        if (what == OF_SCALED) {
-            if (by.rows) value = value * (scale * by.rows[row]);
-            else value = value * scale * by.columns[place];
-        }
-        sum += (double)value * (double)value;
-    }
+    });
     sum = block_sum(sum, scratch);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }

@@ -5,10 +5,6 @@
 
 #define UNIT 16
 
-struct alignas(16) Words {
-    u32 x, y, z, w;
-};
-
 // 16 bytes from anywhere: whole words around them, shifted. A word never reaches beyond what is allocated.
 __device__ inline Words bytes16(const u8* p) {
     const u32* words = (const u32*)((u64)p & ~(u64)3);
@@ -236,6 +232,11 @@ __device__ inline bool decode_plain(View x, u64 index, float* out) {
 template <bool CODES, class Put> __device__ inline void load_unit(View x, u64 index, u32 count, const Put& put) {
     float values[UNIT];
     bool done = count == UNIT && decode_plain(x, index, values);
+    if (count == 0) {
+#pragma unroll
+        for (u32 i = 0; i < UNIT; i++) values[i] = 0.0f;
+        done = true;
+    }
     if (CODES && count == UNIT && x.type >= Q8_0 && index % UNIT == 0) {
         decode_codes(x, index, values);
         done = true;

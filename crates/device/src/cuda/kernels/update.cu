@@ -18,6 +18,19 @@ __device__ inline void set_weight(const Weights& w, u64 i, float value) {
     store(w.param, i, value, w.rounding);
 }
 
+// The tensor that a weight is read from.
+__device__ inline View weights_of(const Weights& w) { return w.master ? floats(w.master) : w.param; }
+
+__device__ inline bool in_fours(const Weights& w) {
+    return in_fours(w.param, w.rounding) && in_fours(w.grad) && in_fours(weights_of(w));
+}
+
+// Writes elements of a parameter.
+template <class Places, class All> __device__ inline void set_weights(const Weights& w, Places i, const All& x, Rounder& by) {
+    if (w.master) put(floats(w.master), i, x);
+    put(w.param, i, x, by);
+}
+
 // The same rounding with random numbers of its own, for a state of the parameter.
 __device__ inline Rounding stream_of(Rounding rounding, u64 stream) {
     rounding.seed += stream * 0xd1b54a32d192ed03ull;
@@ -30,19 +43,31 @@ struct AdamNumbers {
 };
 
 // In PyTorch's order of operations, fused only where PyTorch fuses.
-KERNEL(adamw, const float* flag, Weights w, View m, View v, AdamNumbers h) {
+KERNEL_FOUR(adamw, const float* flag, Weights w, View m, View v, AdamNumbers h) {
     if (skipped(flag)) return;
     float scale = scale_of(w);
-    EACH(i, w.n) {
-        float grad = __fmul_rn(load(w.grad, i), scale), first = load(m, i), second = load(v, i);
-        first = normal_or_zero(fmaf(h.less1, __fadd_rn(grad, -first), first));
-        second = normal_or_zero(__fadd_rn(__fmul_rn(second, h.beta2), __fmul_rn(__fmul_rn(h.less2, grad), grad)));
-        float denominator = __fadd_rn(sqrtf(second) / h.root_of_correction2, h.epsilon);
-        float step = __fmul_rn(h.step_size, first) / denominator;
-        set_weight(w, i, __fadd_rn(__fmul_rn(weight_at(w, i), h.decay), -step));
-        store(m, i, first, stream_of(w.rounding, 1));
-        store(v, i, second, stream_of(w.rounding, 2));
-    }
+    Rounding rounding_m = stream_of(w.rounding, 1), rounding_v = stream_of(w.rounding, 2);
+    Rounder of_weights(w.rounding), of_m(rounding_m), of_v(rounding_v);
+    each(w.n, in_fours(w) && in_fours(m, rounding_m) && in_fours(v, rounding_v), [&](auto i) {
+        auto got_grad = fetch(w.grad, i);
+        auto got_m = fetch(m, i);
+        auto got_v = fetch(v, i);
+        auto got_weight = fetch(weights_of(w), i);
+        auto grads = numbers(got_grad), firsts = numbers(got_m), seconds = numbers(got_v), weights = numbers(got_weight);
+        for (u32 k = 0; k < i.N; k++) {
+            float grad = __fmul_rn(grads[k], scale), first = firsts[k], second = seconds[k];
+            first = normal_or_zero(fmaf(h.less1, __fadd_rn(grad, -first), first));
+            second = normal_or_zero(__fadd_rn(__fmul_rn(second, h.beta2), __fmul_rn(__fmul_rn(h.less2, grad), grad)));
+            float denominator = __fadd_rn(sqrtf(second) / h.root_of_correction2, h.epsilon);
+            float step = __fmul_rn(h.step_size, first) / denominator;
+            weights[k] = __fadd_rn(__fmul_rn(weights[k], h.decay), -step);
+            firsts[k] = first;
+            seconds[k] = second;
+        }
+        set_weights(w, i, weights, of_weights);
+        put(m, i, firsts, of_m);
+        put(v, i, seconds, of_v);
+    });
 }
 
 struct LionNumbers {
@@ -53,15 +78,24 @@ __device__ inline float lion_step(float between, float lr) {
     return between == 0.0f ? 0.0f : between < 0.0f ? -lr : between > 0.0f ? lr : copysignf(lr, between);
 }
 
-KERNEL(lion, const float* flag, Weights w, View m, LionNumbers h) {
+KERNEL_FOUR(lion, const float* flag, Weights w, View m, LionNumbers h) {
     if (skipped(flag)) return;
     float scale = scale_of(w);
-    EACH(i, w.n) {
-        float grad = load(w.grad, i) * scale, first = load(m, i);
-        float by = lion_step(first * h.beta1 + grad * h.less1, h.lr);
-        set_weight(w, i, weight_at(w, i) * h.decay - by);
-        store(m, i, normal_or_zero(first * h.beta2 + grad * h.less2), stream_of(w.rounding, 1));
-    }
+    Rounding rounding_m = stream_of(w.rounding, 1);
+    Rounder of_weights(w.rounding), of_m(rounding_m);
+    each(w.n, in_fours(w) && in_fours(m, rounding_m), [&](auto i) {
+        auto got_grad = fetch(w.grad, i);
+        auto got_m = fetch(m, i);
+        auto got_weight = fetch(weights_of(w), i);
+        auto grads = numbers(got_grad), firsts = numbers(got_m), weights = numbers(got_weight);
+        for (u32 k = 0; k < i.N; k++) {
+            float grad = grads[k] * scale, first = firsts[k];
+            weights[k] = weights[k] * h.decay - lion_step(first * h.beta1 + grad * h.less1, h.lr);
+            firsts[k] = normal_or_zero(first * h.beta2 + grad * h.less2);
+        }
+        set_weights(w, i, weights, of_weights);
+        put(m, i, firsts, of_m);
+    });
 }
 
 struct SgdNumbers {
@@ -72,38 +106,180 @@ struct SgdNumbers {
 KERNEL(sgd, const float* flag, Weights w, float* m, SgdNumbers h) {
     if (skipped(flag)) return;
     float scale = scale_of(w);
-    EACH(i, w.n) {
-        float weight = weight_at(w, i), grad = load(w.grad, i) * scale + weight * h.weight_decay, by = grad;
-        if (m) {
-            m[i] = normal_or_zero(m[i] * h.momentum + grad * h.share);
-            by = h.nesterov ? grad + m[i] * h.ahead : m[i];
+    Rounder of_weights(w.rounding);
+    each(w.n, in_fours(w) && in_fours(floats(m)), [&](auto i) {
+        auto got_grad = fetch(w.grad, i);
+        auto got_weight = fetch(weights_of(w), i);
+        auto got_m = got_grad;
+        if (m) got_m = fetch(floats(m), i);
+        auto grads = numbers(got_grad), weights = numbers(got_weight), firsts = numbers(got_m);
+        for (u32 k = 0; k < i.N; k++) {
+            float grad = grads[k] * scale + weights[k] * h.weight_decay, by = grad;
+            if (m) {
+                firsts[k] = normal_or_zero(firsts[k] * h.momentum + grad * h.share);
+                by = h.nesterov ? grad + firsts[k] * h.ahead : firsts[k];
+            }
+            weights[k] -= h.lr * by;
         }
-        set_weight(w, i, weight - h.lr * by);
-    }
+        if (m) put(floats(m), i, firsts);
+        set_weights(w, i, weights, of_weights);
+    });
 }
 
-// ---- 8-bit states: a block of threads has a block of elements ----
+// ---- 8-bit states: a warp has a block of elements, a thread eight of them ----
 
-// The code of the value of a map nearest to x, which is -1 to 1.
-__device__ inline u8 state_code(u32 map, float x) {
-    u32 zero = map == 0 ? 127 : 0, low = 0, high = 255 - zero;
-    float magnitude = fabsf(x);
+#define BLOCK_ELEMENTS 256
+
+// Magnitudes up to 1 by their exponent and five bits behind it; what is below 2^-24 is in the first group.
+#define GROUP_BITS 18
+#define FIRST_GROUP ((127u - 24) << 5)
+#define GROUPS (24 * 32 + 1)
+
+// What is looked up, in shared memory: places differ from thread to thread.
+struct States {
+    float states[2][256];
+    float limits[2][257];       // an infinite one is the last
+    u32 steps[2];               // limits that lie within a group, at most
+    u8 starts[2][GROUPS + 3];   // limits below a group
+};
+
+__device__ inline u32 limits_of(u32 map) { return map == 0 ? 128 : 255; }
+
+__device__ inline void copy_states(States* to) {
+    EACH_OF_BLOCK(i, 512) to->states[i / 256][i % 256] = tables.states[i / 256][i % 256];
+    EACH_OF_BLOCK(i, 514) to->limits[i / 257][i % 257] = i % 257 < limits_of(i / 257) ? tables.limits[i / 257][i % 257] : INFINITE;
+    if (threadIdx.x < 2) to->steps[threadIdx.x] = 0;
+    __syncthreads();
+    for (u32 map = 0; map < 2; map++) {
+        const float* limits = to->limits[map];
+        EACH_OF_BLOCK(group, GROUPS) {
+            float least = group == 0 ? 0.0f : __uint_as_float((u32)(FIRST_GROUP + group) << GROUP_BITS);
+            u32 low = 0, high = limits_of(map);
+            while (low < high) {
+                u32 middle = (low + high) / 2;
+                if (least > limits[middle]) low = middle + 1;
+                else high = middle;
+            }
+            to->starts[map][group] = (u8)low;
+        }
+    }
+    __syncthreads();
+    for (u32 map = 0; map < 2; map++) {
+        u32 steps = 0;
+        EACH_OF_BLOCK(group, GROUPS) {
+            u32 end = group + 1 < GROUPS ? to->starts[map][group + 1] : limits_of(map);
+            if (end - to->starts[map][group] > steps) steps = end - to->starts[map][group];
+        }
+        atomicMax(&to->steps[map], warp_fold(steps, Larger()));
+    }
+    __syncthreads();
+}
+
+// Codes of the values of a map nearest to x over the largest magnitude, in a word for each four.
+template <u32 MAP> __device__ inline void state_codes(const States& by, const Numbers<8>& x, float most, u32* words) {
+    const u32 zero = MAP == 0 ? 127 : 0;
+    float magnitudes[8];
     // The number of limits that it exceeds.
-    while (low < high) {
-        u32 middle = (low + high) / 2;
-        if (magnitude > tables.limits[map][middle]) low = middle + 1;
-        else high = middle;
+    u32 above[8];
+#pragma unroll
+    for (u32 k = 0; k < 8; k++) {
+        magnitudes[k] = fabsf(x[k] / most);
+        u32 group = __float_as_uint(magnitudes[k]) >> GROUP_BITS;
+        group = group < FIRST_GROUP ? 0 : group - FIRST_GROUP < GROUPS ? group - FIRST_GROUP : GROUPS - 1;
+        above[k] = magnitudes[k] == magnitudes[k] ? by.starts[MAP][group] : 0;
     }
-    if (magnitude != magnitude) low = 0;
-    if (map == 0 && __float_as_uint(x) >> 31) return (u8)(zero - (low < 1 ? 1 : low > zero ? zero : low));
-    return (u8)(zero + low);
+#pragma unroll 1
+    for (u32 step = by.steps[MAP]; step > 0; step--) {
+#pragma unroll
+        for (u32 k = 0; k < 8; k++) above[k] += magnitudes[k] > by.limits[MAP][above[k]];
+    }
+    words[0] = words[1] = 0;
+#pragma unroll
+    for (u32 k = 0; k < 8; k++) {
+        u32 code = zero + above[k];
+        if (MAP == 0 && __float_as_uint(x[k] / most) >> 31) code = zero - (above[k] < 1 ? 1 : above[k] > zero ? zero : above[k]);
+        words[k / 4] |= (most == 0.0f ? (MAP == 0 ? 255 : 0) : code & 255) << k % 4 * 8;
+    }
 }
+
+// Places of the eight elements of a thread in its warp's block.
+struct Own {
+    u64 start;   // of the block
+    u64 n;
+    bool fours;
+
+    __device__ u64 of(u32 k) const { return start + k / 4 * (4 * WARP) + threadIdx.x % WARP * 4 + k % 4; }
+    __device__ bool has(u32 k) const { return of(k) < n; }
+    __device__ bool whole() const { return fours && start + BLOCK_ELEMENTS <= n; }
+};
+
+__device__ inline Fetched fetch(View x, const Own& own) {
+    return {x.type, {four_at(x, own.of(0)), four_at(x, own.of(4))}};
+}
+
+// A tensor's elements; of what is not there, 0.
+__device__ inline void own_elements(View x, const Own& own, Numbers<8>& all) {
+#pragma unroll
+    for (u32 k = 0; k < 8; k++) all[k] = own.has(k) ? load_float(x, own.of(k)) : 0.0f;
+}
+
+__device__ inline void put(View out, const Own& own, const Numbers<8>& x, Rounder& by) {
+    bool near = out.type == F32 || !by.rounding.stochastic;
+    if (own.whole()) {
+        for (u32 k = 0; k < 8; k += 4) {
+            u64 i = own.of(k);
+            put_words(out, i, near ? four_words(out.type, x.of + k) : by.four(i, x.of + k));
+        }
+        return;
+    }
+#pragma unroll
+    for (u32 k = 0; k < 8; k++)
+        if (own.has(k)) store(out, own.of(k), x[k], by.rounding);
+}
+
+// Codes of a thread, in a word for each four.
+__device__ inline Half own_codes(const u8* codes, const Own& own) {
+    if (own.whole()) return {*(const u32*)(codes + own.of(0)), *(const u32*)(codes + own.of(4))};
+    u32 words[2] = {0, 0};
+#pragma unroll
+    for (u32 k = 0; k < 8; k++)
+        if (own.has(k)) words[k / 4] |= (u32)codes[own.of(k)] << k % 4 * 8;
+    return {words[0], words[1]};
+}
+
+__device__ inline u32 code_of(Half codes, u32 k) { return (k < 4 ? codes.x : codes.y) >> k % 4 * 8 & 255; }
 
 // Writes a state's codes and its largest magnitude.
-__device__ inline void store_codes(u32 map, u8* codes, float* absmax, u64 block, u64 i, bool inside, float x, u32* scratch) {
-    float most = __uint_as_float(block_magnitude(inside ? __float_as_uint(x) : 0, scratch));
-    if (inside) codes[i] = most == 0.0f ? (map == 0 ? 255 : 0) : state_code(map, x / most);
-    if (threadIdx.x == 0) absmax[block] = most;
+template <u32 MAP>
+__device__ inline void store_codes(const States& by, u8* codes, float* absmax, const Own& own, const Numbers<8>& x) {
+    u32 bits = 0, words[2];
+#pragma unroll
+    for (u32 k = 0; k < 8; k++) {
+        u32 size = __float_as_uint(x[k]) & 0x7fffffffu;
+        if (own.has(k) && size > bits) bits = size;
+    }
+    float most = __uint_as_float(warp_fold(bits, Larger()));
+    state_codes<MAP>(by, x, most, words);
+    if (own.whole()) {
+        *(u32*)(codes + own.of(0)) = words[0];
+        *(u32*)(codes + own.of(4)) = words[1];
+    } else {
+#pragma unroll
+        for (u32 k = 0; k < 8; k++)
+            if (own.has(k)) codes[own.of(k)] = (u8)(words[k / 4] >> k % 4 * 8);
+    }
+    if (threadIdx.x % WARP == 0) absmax[own.start / BLOCK_ELEMENTS] = most;
+}
+
+// Gives `body` each block of a warp, its gradients and its weights.
+template <class Body> __device__ inline void each_block(const Weights& w, bool fours, const Body& body) {
+    const u64 warps = THREADS / WARP;
+    fours = fours && in_fours(w);
+    u64 blocks = (w.n + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
+    for (u64 block = blockIdx.x * warps + threadIdx.x / WARP; block < blocks; block += gridDim.x * warps) {
+        Own own = {block * BLOCK_ELEMENTS, w.n, fours};
+        body(own, block);
+    }
 }
 
 struct Adam8Numbers {
@@ -113,50 +289,74 @@ struct Adam8Numbers {
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= LARGEST; }
 
-KERNEL(adamw_8bit, const float* flag, Weights w, u8* m, float* m_max, u8* v, float* v_max, Adam8Numbers h) {
-    SHARED(u32, scratch);
+KERNEL_FOUR(adamw_8bit, const float* flag, Weights w, u8* m, float* m_max, u8* v, float* v_max, Adam8Numbers h) {
+    SHARED(States, by);
     if (skipped(flag)) return;
+    copy_states(by);
     float scale = scale_of(w);
-    EACH_ROW(block, (w.n + THREADS - 1) / THREADS) {
-        u64 i = block * THREADS + threadIdx.x;
-        bool inside = i < w.n;
-        float first = 0.0f, second = 0.0f;
-        if (inside) {
-            float raw = load(w.grad, i), grad = __fmul_rn(raw, scale);
-            second = __fmul_rn(tables.states[1][v[i]], v_max[block]);
-            first = __fmul_rn(tables.states[0][m[i]], m_max[block]);
+    Rounder rounder(w.rounding);
+    each_block(w, (u64)m % 4 == 0 && (u64)v % 4 == 0, [&](const Own& own, u64 block) {
+        Half codes_m = own_codes(m, own), codes_v = own_codes(v, own);
+        float max_m = m_max[block], max_v = v_max[block];
+        Numbers<8> grads, weights, firsts, seconds;
+        if (own.whole()) {
+            Fetched got_grad = fetch(w.grad, own), got_weight = fetch(weights_of(w), own);
+            grads = numbers(got_grad);
+            weights = numbers(got_weight);
+        } else {
+            own_elements(w.grad, own, grads);
+            own_elements(weights_of(w), own, weights);
+        }
+#pragma unroll
+        for (u32 k = 0; k < 8; k++) {
+            float raw = grads[k], grad = __fmul_rn(raw, scale);
+            float second = __fmul_rn(by->states[1][code_of(codes_v, k)], max_v);
+            float first = __fmul_rn(by->states[0][code_of(codes_m, k)], max_m);
             second = __fadd_rn(__fmul_rn(second, h.beta2), __fmul_rn(__fmul_rn(h.less2, grad), grad));
             first = __fadd_rn(__fmul_rn(first, h.beta1), __fmul_rn(h.less1, grad));
             float step = __fmul_rn(h.step_size, first / __fadd_rn(sqrtf(second), h.epsilon));
-            float weight = weight_at(w, i), stepped = __fmul_rn(__fadd_rn(weight, step), h.decay);
+            float stepped = __fmul_rn(__fadd_rn(weights[k], step), h.decay);
             // A gradient that is not finite leaves the weight and empties the states.
-            if (!is_finite(raw)) first = second = 0.0f;
-            set_weight(w, i, is_finite(raw) ? stepped : weight);
+            firsts[k] = is_finite(raw) ? first : 0.0f;
+            seconds[k] = is_finite(raw) ? second : 0.0f;
+            weights[k] = is_finite(raw) ? stepped : weights[k];
         }
-        __syncthreads();
-        store_codes(0, m, m_max, block, i, inside, first, scratch);
-        store_codes(1, v, v_max, block, i, inside, second, scratch);
-    }
+        if (w.master) put(floats(w.master), own, weights, rounder);
+        put(w.param, own, weights, rounder);
+        store_codes<0>(*by, m, m_max, own, firsts);
+        store_codes<1>(*by, v, v_max, own, seconds);
+    });
 }
 
-KERNEL(lion_8bit, const float* flag, Weights w, u8* m, float* m_max, LionNumbers h) {
-    SHARED(u32, scratch);
+KERNEL_FOUR(lion_8bit, const float* flag, Weights w, u8* m, float* m_max, LionNumbers h) {
+    SHARED(States, by);
     if (skipped(flag)) return;
+    copy_states(by);
     float scale = scale_of(w);
-    EACH_ROW(block, (w.n + THREADS - 1) / THREADS) {
-        u64 i = block * THREADS + threadIdx.x;
-        bool inside = i < w.n;
-        float first = 0.0f;
-        if (inside) {
-            float raw = load(w.grad, i), grad = __fmul_rn(raw, scale), weight = weight_at(w, i);
-            first = __fmul_rn(tables.states[0][m[i]], m_max[block]);
-            float by = lion_step(__fadd_rn(__fmul_rn(first, h.beta1), __fmul_rn(h.less1, grad)), h.lr);
-            set_weight(w, i, is_finite(raw) ? __fadd_rn(__fmul_rn(weight, h.decay), -by) : weight);
-            first = is_finite(raw) ? __fadd_rn(__fmul_rn(first, h.beta2), __fmul_rn(h.less2, grad)) : 0.0f;
+    Rounder rounder(w.rounding);
+    each_block(w, (u64)m % 4 == 0, [&](const Own& own, u64 block) {
+        Half codes = own_codes(m, own);
+        float max = m_max[block];
+        Numbers<8> grads, weights, firsts;
+        if (own.whole()) {
+            Fetched got_grad = fetch(w.grad, own), got_weight = fetch(weights_of(w), own);
+            grads = numbers(got_grad);
+            weights = numbers(got_weight);
+        } else {
+            own_elements(w.grad, own, grads);
+            own_elements(weights_of(w), own, weights);
         }
-        __syncthreads();
-        store_codes(0, m, m_max, block, i, inside, first, scratch);
-    }
+#pragma unroll
+        for (u32 k = 0; k < 8; k++) {
+            float raw = grads[k], grad = __fmul_rn(raw, scale), first = __fmul_rn(by->states[0][code_of(codes, k)], max);
+            float step = lion_step(__fadd_rn(__fmul_rn(first, h.beta1), __fmul_rn(h.less1, grad)), h.lr);
+            weights[k] = is_finite(raw) ? __fadd_rn(__fmul_rn(weights[k], h.decay), -step) : weights[k];
+            firsts[k] = is_finite(raw) ? __fadd_rn(__fmul_rn(first, h.beta2), __fmul_rn(h.less2, grad)) : 0.0f;
+        }
+        if (w.master) put(floats(w.master), own, weights, rounder);
+        put(w.param, own, weights, rounder);
+        store_codes<0>(*by, m, m_max, own, firsts);
+    });
 }
 
 // ---- rules that need a sum before the update ----

@@ -1,11 +1,13 @@
 //! Attention, whole and by pieces of the keys, its sinks and its cache.
 
-use super::parameters::{Emit, View, plain, vector_blocks};
+use super::parameters::{Boxes, Emit, View, plain, vector_blocks};
 use crate::cuda::CudaError;
-use crate::{Attention, AttentionShape, Compute, KeyPiece, PiecedAttention, Running, Sink, Tensor};
+use crate::{Attention, AttentionShape, Compute, DType, KeyPiece, PiecedAttention, Running, Sink, Tensor};
 
 /// Queries or keys that a block takes together: `TOGETHER` of the kernels.
 const TOGETHER: u64 = 256;
+/// Threads of a warp, of which each has a query's head where their numbers are summed.
+const WARP: u64 = 32;
 /// Queries that a block has on tensor cores: `QUERIES` of the kernels. For few of them it would mostly multiply zeros.
 const QUERIES: u64 = 128;
 const FEW_QUERIES: u64 = 16;
@@ -185,6 +187,64 @@ fn on_tensor_cores(emit: &Emit<'_>, shape: &Shape) -> Option<(ByTiles, u64)> {
     }
 }
 
+/// The same of whole tiles.
+const WHOLE_64: ByTiles = ["attention_90_64", "attention_90_queries_64", "attention_90_keys_64"];
+const WHOLE_128: ByTiles = ["attention_90_128", "attention_90_queries_128", "attention_90_keys_128"];
+/// Lines of queries, or of keys, that a block of those has; lines that it takes together for outputs, and for gradients.
+const LINES_90: u64 = 128;
+const TOGETHER_90: u32 = 128;
+const TOGETHER_OF_GRADIENTS_90: u32 = 64;
+
+/// Attention by whole tiles.
+struct WholeTiles {
+    names: ByTiles,
+    shared: u64,
+    shape: Shape,
+    /// Keys that there are.
+    keys: u64,
+}
+
+impl WholeTiles {
+    /// Where all tensors are in bf16 and lie so that boxes of them can be copied, and no key lies where an older one did.
+    fn new(emit: &Emit<'_>, shape: &Shape, is_piece: bool, tensors: &[&Tensor]) -> Option<WholeTiles> {
+        let fits = |t: &&Tensor| t.dtype() == DType::Bf16 && emit.address(*t).is_multiple_of(16);
+        let keys = shape.kv_len.checked_sub(shape.first)?;
+        // A piece has the keys behind its first one; all else has all.
+        let apart = is_piece || shape.kv_capacity >= shape.kv_len;
+        let takes = emit.has_whole_tiles() && shape.head_dim.is_multiple_of(8) && apart && keys > 0;
+        let ((_, depth), true) = (on_tensor_cores(emit, shape)?, takes && tensors.iter().all(fits)) else {
+            return None;
+        };
+        let names = if depth == 64 { WHOLE_64 } else { WHOLE_128 };
+        // Five times 128 lines of a head at most; then what is kept beside them, and what aligns them.
+        let shared = 5 * LINES_90 * depth * 2 + 4096;
+        Some(WholeTiles { names, shared, shape: *shape, keys: keys.min(shape.kv_capacity) })
+    }
+
+    /// Lines of heads: so many of each sequence, `apart` from those of the next one.
+    fn boxes(
+        &self,
+        emit: &Emit<'_>,
+        t: &Tensor,
+        heads: u64,
+        [lines, apart]: [u64; 2],
+        together: u32,
+    ) -> Boxes {
+        let Shape { head_dim, batch, .. } = self.shape;
+        let (head, line) = (2 * head_dim, 2 * head_dim * heads);
+        let (sizes, strides) = ([head_dim, heads, lines, batch], [head, line, line * apart]);
+        Boxes { address: emit.address(t), rank: 4, sizes, strides, tile: [64, 1, together, 1] }
+    }
+
+    fn queries(&self, emit: &Emit<'_>, t: &Tensor, together: u32) -> Boxes {
+        self.boxes(emit, t, self.shape.heads, [self.shape.q_len; 2], together)
+    }
+
+    fn keys(&self, emit: &Emit<'_>, t: &Tensor, together: u32) -> Boxes {
+        self.boxes(emit, t, self.shape.kv_heads, [self.keys, self.shape.kv_capacity], together)
+    }
+}
+
 fn forward(
     emit: &mut Emit<'_>,
     Inputs { q, k, v, documents }: Inputs<'_>,
@@ -194,6 +254,24 @@ fn forward(
 ) -> Result<(), CudaError> {
     if shape.queries() == 0 || shape.kv_capacity == 0 {
         return Ok(());
+    }
+    let state = running.map_or([None; 3], |r| [r.sums, r.most, r.total].map(Some));
+    let whole = if probabilities.is_none() {
+        WholeTiles::new(emit, &shape, running.is_some(), &[q, k, v])
+    } else {
+        None
+    };
+    if let Some(whole) = whole {
+        let [name, ..] = whole.names;
+        let blocks = emit.blocks(shape.batch * shape.heads * shape.q_len.div_ceil(LINES_90))?;
+        let kernel = emit.kernel(name, [blocks, 1]).shared(whole.shared);
+        let kernel = kernel.with_matrix(whole.queries(emit, q, LINES_90 as u32));
+        let kernel =
+            [k, v].into_iter().fold(kernel, |kernel, t| kernel.with_matrix(whole.keys(emit, t, TOGETHER_90)));
+        let kernel = kernel.with(emit.address(documents)).with(out.map_or(View::NONE, |out| emit.view(out)));
+        let kernel =
+            state.into_iter().fold(kernel.with(emit.address(lse)), |kernel, t| kernel.with(emit.address(t)));
+        return emit.launch(kernel.with(shape));
     }
     let by_tiles = if probabilities.is_none() { on_tensor_cores(emit, &shape) } else { None };
     let kernel = match by_tiles {
@@ -210,13 +288,12 @@ fn forward(
         kernel.with(emit.view(q)).with(emit.view(k)).with(emit.view(v)).with(emit.address(documents));
     let kernel = kernel.with(out.map_or(View::NONE, |out| emit.view(out))).with(emit.address(lse));
     let kernel = if by_tiles.is_none() { kernel.with(emit.address(probabilities)) } else { kernel };
-    let state = running.map_or([None; 3], |r| [r.sums, r.most, r.total].map(Some));
     let kernel = state.into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
     emit.launch(kernel.with(shape))
 }
 
 fn deltas(emit: &mut Emit<'_>, [out, dout, delta]: [&Tensor; 3], shape: Shape) -> Result<(), CudaError> {
-    let kernel = emit.kernel("attention_deltas", vector_blocks(shape.queries())).with(emit.view(out));
+    let kernel = emit.kernel("attention_deltas", vector_blocks(WARP * shape.queries())).with(emit.view(out));
     emit.launch(kernel.with(emit.view(dout)).with(emit.address(delta)).with(shape))
 }
 
@@ -229,6 +306,34 @@ fn backward(
     accumulate: bool,
     shape: Shape,
 ) -> Result<(), CudaError> {
+    let whole = if probabilities.is_none() {
+        WholeTiles::new(emit, &shape, accumulate, &[q, k, v, dout])
+    } else {
+        None
+    };
+    if let (Some(whole), true) = (whole, shape.kv_capacity > 0) {
+        let [_, of_queries, of_keys] = whole.names;
+        let queries = shape.batch * shape.heads * shape.q_len.div_ceil(LINES_90);
+        let keys = shape.batch * shape.kv_heads * shape.kv_capacity.div_ceil(LINES_90);
+        let (own, together) = (LINES_90 as u32, TOGETHER_OF_GRADIENTS_90);
+        let of_q = (of_queries, queries, [own, together], &[dq][..]);
+        for (name, blocks, [q_lines, kv_lines], gradients) in
+            [of_q, (of_keys, keys, [together, own], &[dk, dv])]
+        {
+            let blocks = emit.blocks(blocks)?;
+            let kernel = emit.kernel(name, [blocks, 1]).shared(whole.shared);
+            let kernel = kernel.with_matrix(whole.queries(emit, q, q_lines));
+            let kernel = [k, v]
+                .into_iter()
+                .fold(kernel, |kernel, t| kernel.with_matrix(whole.keys(emit, t, kv_lines)));
+            let kernel =
+                [documents, Some(lse), Some(delta)].into_iter().fold(kernel, |k, t| k.with(emit.address(t)));
+            let kernel = kernel.with_matrix(whole.queries(emit, dout, q_lines));
+            let kernel = gradients.iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
+            emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
+        }
+        return Ok(());
+    }
     let by_tiles = if probabilities.is_none() { on_tensor_cores(emit, &shape) } else { None };
     let kernels = match by_tiles {
         Some(([_, of_queries, of_keys], depth)) => {

@@ -1,6 +1,6 @@
 //! Every element by itself.
 
-use super::parameters::{Emit, Rounding, row_blocks, vector_blocks};
+use super::parameters::{Emit, Rounding, row_blocks, vector_blocks, wide_blocks};
 use crate::cuda::CudaError;
 use crate::{Activation, Elementwise, Glu, Quantization, Tensor};
 
@@ -8,35 +8,35 @@ pub(super) fn elementwise(op: Elementwise<'_>, emit: &mut Emit<'_>) -> Result<()
     let kernel = match op {
         Elementwise::Fill { out, value } => {
             let n = out.elements();
-            emit.kernel("fill", vector_blocks(n)).with(emit.view(out)).with(n).with(value)
+            emit.kernel("fill", wide_blocks(n)).with(emit.view(out)).with(n).with(value)
         }
         Elementwise::Cast { x, out, rounding } => {
             let n = out.elements();
-            let cast = emit.kernel("cast", vector_blocks(n)).with(emit.view(x)).with(emit.view(out));
+            let cast = emit.kernel("cast", wide_blocks(n)).with(emit.view(x)).with(emit.view(out));
             cast.with(n).with(Rounding::from(rounding))
         }
         Elementwise::Add { a, b, out } => {
             let n = out.elements();
-            let add = emit.kernel("add", vector_blocks(n)).with(emit.view(a)).with(emit.view(b));
+            let add = emit.kernel("add", wide_blocks(n)).with(emit.view(a)).with(emit.view(b));
             add.with(emit.view(out)).with(n)
         }
         Elementwise::AccumulateAll { terms, out, seed, number, first } => {
             let (n, count) = (out.elements(), terms.elements() / out.elements().max(1));
-            let add = emit.kernel("accumulate_all", vector_blocks(n)).with(emit.view(terms));
+            let add = emit.kernel("accumulate_all", wide_blocks(n)).with(emit.view(terms));
             add.with(emit.view(out)).with(n).with(count).with(seed).with(number).with(first)
         }
         Elementwise::Scale { x, factor } => {
             let n = x.elements();
-            emit.kernel("scale", vector_blocks(n)).with(emit.view(x)).with(n).with(factor).with(0u64)
+            emit.kernel("scale", wide_blocks(n)).with(emit.view(x)).with(n).with(factor).with(0u64)
         }
         Elementwise::ScaleBy { x, factor } => {
             let n = x.elements();
-            let scale = emit.kernel("scale", vector_blocks(n)).with(emit.view(x)).with(n);
+            let scale = emit.kernel("scale", wide_blocks(n)).with(emit.view(x)).with(n);
             scale.with(1f32).with(emit.address(factor))
         }
         Elementwise::Dropout { x, out, probability, seed, first, accumulate } => {
             let n = out.elements();
-            let dropout = emit.kernel("dropout", vector_blocks(n)).with(emit.view(x)).with(emit.view(out));
+            let dropout = emit.kernel("dropout", wide_blocks(n)).with(emit.view(x)).with(emit.view(out));
             dropout.with(n).with(probability).with(seed).with(first).with(u32::from(accumulate))
         }
     };
@@ -55,7 +55,7 @@ fn number(activation: Glu) -> u32 {
 pub(super) fn activation(op: Activation<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let clamped = |emit: &mut Emit<'_>, name, tensors: &[&Tensor], alpha: f32, limit: f32| {
         let n = tensors.first().map_or(0, |tensor| tensor.elements());
-        let kernel = emit.kernel(name, vector_blocks(n));
+        let kernel = emit.kernel(name, wide_blocks(n));
         let kernel = tensors.iter().fold(kernel, |kernel, tensor| kernel.with(emit.view(tensor)));
         emit.launch(kernel.with(n).with(alpha).with(limit))
     };
@@ -77,7 +77,7 @@ pub(super) fn activation(op: Activation<'_>, emit: &mut Emit<'_>) -> Result<(), 
         }
     };
     let n = tensors.first().map_or(0, |tensor| tensor.elements());
-    let kernel = emit.kernel(name, vector_blocks(n));
+    let kernel = emit.kernel(name, wide_blocks(n));
     let kernel = tensors.into_iter().fold(kernel, |kernel, tensor| kernel.with(emit.view(tensor)));
     emit.launch(kernel.with(n).with(number(activation)))
 }
@@ -88,19 +88,20 @@ pub(super) fn quantization(op: Quantization<'_>, emit: &mut Emit<'_>) -> Result<
             let (n, runs) = (x.elements(), scales.elements());
             let of_runs = emit.kernel("int8_scales", row_blocks(runs)).scratch::<u32>().with(emit.view(x));
             emit.launch(of_runs.with(emit.address(scales)).with(n).with(block).with(runs))?;
-            let quantize = emit.kernel("quantize_int8", vector_blocks(n)).with(emit.view(x));
+            let quantize = emit.kernel("quantize_int8", vector_blocks(n.div_ceil(4))).with(emit.view(x));
             emit.launch(quantize.with(emit.address(codes)).with(emit.address(scales)).with(n).with(block))
         }
         Quantization::DequantizeInt8 { codes, scales, block, out } => {
             let n = out.elements();
-            let dequantize = emit.kernel("dequantize_int8", vector_blocks(n)).with(emit.address(codes));
+            let dequantize =
+                emit.kernel("dequantize_int8", vector_blocks(n.div_ceil(4))).with(emit.address(codes));
             emit.launch(dequantize.with(emit.address(scales)).with(emit.view(out)).with(n).with(block))
         }
         Quantization::QuantizeFp8 { x, out } => {
             let n = x.elements();
             let clear = emit.kernel("clear_words", [1, 1]).with(emit.workspace(0)).with(1u64).with(0u64);
             emit.launch(clear)?;
-            let most = emit.kernel("largest_magnitude", vector_blocks(n)).scratch::<u32>();
+            let most = emit.kernel("largest_magnitude", wide_blocks(n)).scratch::<u32>();
             emit.launch(most.with(emit.view(x)).with(n).with(emit.workspace(0)))?;
             let quantize = emit.kernel("quantize_fp8", vector_blocks(n)).with(emit.view(x));
             emit.launch(quantize.with(emit.view(out)).with(n).with(emit.workspace(0)))

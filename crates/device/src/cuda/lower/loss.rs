@@ -4,8 +4,8 @@ use super::parameters::{Emit, row_blocks, vector_blocks};
 use crate::cuda::CudaError;
 use crate::{Loss, PIECE_ROWS, Tensor};
 
-/// Bytes of a number for each thread.
-const SCRATCH: u64 = 256 * 4;
+/// Bytes of what a run of each thread adds to a row's sum.
+const TERMS: u64 = 256 * 8;
 
 pub(super) fn loss(op: Loss<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     // A cap is above 0: 0 stands for none.
@@ -14,7 +14,7 @@ pub(super) fn loss(op: Loss<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
         Loss::CrossEntropy { logits, targets, weights, losses, soft_cap, gradient_scale } => {
             let (rows, columns) = (logits.rows(), logits.columns());
             emit.check("target", targets, columns, logits, true)?;
-            let shared = SCRATCH + 8 * columns.div_ceil(PIECE_ROWS);
+            let shared = TERMS + 8 * columns.div_ceil(PIECE_ROWS);
             let kernel = emit.kernel("cross_entropy", row_blocks(rows)).shared(shared);
             let kernel = kernel.with(emit.address(logits)).with(emit.address(targets));
             let kernel = kernel.with(emit.address(weights)).with(emit.address(losses)).with(cap(soft_cap));
@@ -23,7 +23,7 @@ pub(super) fn loss(op: Loss<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
         }
         Loss::LogitRuns { logits, first_column, targets, soft_cap, runs, target_logits } => {
             check_piece(emit, logits, first_column, targets, runs)?;
-            let kernel = emit.kernel("logit_runs", row_blocks(logits.rows())).shared(SCRATCH);
+            let kernel = emit.kernel("logit_runs", row_blocks(logits.rows()));
             let kernel = kernel.with(emit.address(logits)).with(first_column).with(emit.address(targets));
             let kernel = kernel.with(cap(soft_cap)).with(emit.address(runs)).with(runs.columns());
             let kernel = kernel.with(emit.address(target_logits));
@@ -37,7 +37,7 @@ pub(super) fn loss(op: Loss<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
         }
         Loss::GradientOfRuns { logits, first_column, targets, weights, runs, soft_cap, gradient_scale } => {
             check_piece(emit, logits, first_column, targets, runs)?;
-            let kernel = emit.kernel("gradient_of_runs", row_blocks(logits.rows()));
+            let kernel = emit.kernel("gradient_of_runs", row_blocks(logits.rows())).shared(TERMS);
             let kernel = kernel.with(emit.address(logits)).with(first_column).with(emit.address(targets));
             let kernel = kernel.with(emit.address(weights)).with(emit.address(runs)).with(runs.columns());
             let kernel = kernel.with(cap(soft_cap)).with(gradient_scale);

@@ -15,7 +15,7 @@ mod rows;
 mod subspace;
 mod update;
 
-pub(super) use parameters::{Check, Launch, Places};
+pub(super) use parameters::{Boxes, Check, Launch, MOST_SHARED_BYTES, Places};
 
 use super::CudaError;
 use crate::op::RowPieces;
@@ -149,6 +149,24 @@ pub(super) const KERNELS_80: [&str; 13] = [
     "product_f16_weight",
 ];
 
+/// The kernels for products of whole tiles.
+pub(super) const KERNELS_90: [&str; 14] = [
+    "attention_90_128",
+    "attention_90_64",
+    "attention_90_keys_128",
+    "attention_90_keys_64",
+    "attention_90_queries_128",
+    "attention_90_queries_64",
+    "product_90",
+    "product_90_codes",
+    "product_90_codes_input",
+    "product_90_input",
+    "product_90_weight",
+    "product_90_wide",
+    "product_90_wide_input",
+    "product_90_wide_weight",
+];
+
 /// Bytes of workspace that kernels have beside the arena: for partial sums. More is needed for vectors of over a million.
 pub(super) const WORKSPACE_BYTES: u64 = 16 << 20;
 
@@ -186,6 +204,10 @@ pub(super) fn lower(
     }
 }
 
+/// Columns of a block of `column_sums`, and the room for its warps' sums.
+const SUMMED_COLUMNS: u64 = 128;
+const SUMS_BYTES: u64 = 8 * SUMMED_COLUMNS * 4;
+
 /// What a kernel sums over rows.
 #[derive(Clone, Copy)]
 enum Summed<'a> {
@@ -212,11 +234,14 @@ fn sum_rows(emit: &mut Emit<'_>, what: Summed<'_>, out: &Tensor, accumulate: boo
         let pieces = RowPieces::new(rows as usize, width as usize);
         let (count, piece_rows) = (pieces.count as u64, pieces.rows as u64);
         if count > 0 {
-            let blocks = [emit.blocks(width.div_ceil(256))?, count as u32];
-            let sums = emit.kernel("column_sums", blocks).with(number).with(emit.view(a)).with(match b {
-                Some(b) => emit.view(b),
-                None => View::NONE,
-            });
+            let blocks = [emit.blocks(width.div_ceil(SUMMED_COLUMNS))?, count as u32];
+            let sums =
+                emit.kernel("column_sums", blocks).shared(SUMS_BYTES).with(number).with(emit.view(a)).with(
+                    match b {
+                        Some(b) => emit.view(b),
+                        None => View::NONE,
+                    },
+                );
             let sums = [mean, rstd, divisors].into_iter().fold(sums, |sums, x| sums.with(emit.address(x)));
             let sums = [rows, columns, first, width, piece_rows].into_iter().fold(sums, Launch::with);
             emit.launch(sums.with(emit.workspace(0)).with(width))?;
@@ -230,7 +255,7 @@ fn sum_rows(emit: &mut Emit<'_>, what: Summed<'_>, out: &Tensor, accumulate: boo
 
 #[cfg(test)]
 mod tests {
-    use super::super::{SOURCES, SOURCES_80};
+    use super::super::{SOURCES, SOURCES_80, SOURCES_90};
     use super::*;
 
     fn written(sources: &[(&str, &'static str)]) -> Vec<&'static str> {
@@ -238,7 +263,8 @@ mod tests {
         // A macro with the parameters of a family is told apart from what it is defined as.
         let named = lines.filter_map(|line| {
             let (kind, rest) = line.split_once('(')?;
-            (kind == "KERNEL" || kind.ends_with("_80") && !kind.contains(' ')).then_some(rest)
+            let of_family = (kind.ends_with("_80") || kind.ends_with("_90")) && !kind.contains(' ');
+            (kind.starts_with("KERNEL") && !kind.ends_with("_90") || of_family).then_some(rest)
         });
         let mut names: Vec<&str> = named.filter_map(|rest| rest.split(',').next()).collect();
         names.sort_unstable();
@@ -249,5 +275,6 @@ mod tests {
     fn every_kernel_of_the_sources_is_known_and_no_other() {
         assert_eq!(written(&SOURCES), KERNELS);
         assert_eq!(written(&SOURCES_80), KERNELS_80);
+        assert_eq!(written(&SOURCES_90), KERNELS_90);
     }
 }

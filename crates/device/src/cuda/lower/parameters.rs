@@ -1,6 +1,7 @@
 //! What kernels are called with: the structures of `kernels/prelude.cuh`, laid one after the other as a compiler does.
 
 use bytemuck::Pod;
+use smallvec::SmallVec;
 
 use super::super::{CudaError, TENSOR_CORES};
 use super::WORKSPACE_BYTES;
@@ -12,6 +13,11 @@ const MOST_BLOCKS: u64 = 8192;
 const LAUNCH_LIMIT: u64 = i32::MAX as u64;
 /// Bytes of shared memory that every card has for a block.
 const SHARED_BYTES: u64 = 48 << 10;
+/// The same of a card that multiplies whole tiles.
+pub(in crate::cuda) const MOST_SHARED_BYTES: u64 = 227 << 10;
+/// Threads of a block, and of one that multiplies whole tiles.
+const THREADS: u32 = 256;
+const TILE_THREADS: u32 = 384;
 
 /// Where things lie on the card; all 0 where nobody launches.
 #[derive(Clone, Copy, Debug, Default)]
@@ -29,7 +35,35 @@ pub(in crate::cuda) struct Places {
     /// The card's compute capability, in tenths, which chooses among kernels. What an operation needs and what is refused does
     /// not depend on it: a plan is the same for all cards.
     pub capability: u32,
+    /// Whether there are the kernels that multiply whole tiles.
+    pub whole_tiles: bool,
+    /// The card's multiprocessors.
+    pub multiprocessors: u32,
 }
+
+/// Numbers of bf16 on the card of which boxes are copied, in up to four dimensions. The first one is along memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) struct Boxes {
+    pub address: u64,
+    pub rank: u32,
+    pub sizes: [u64; 4],
+    /// Bytes from one place of the second, third and fourth dimension to the next.
+    pub strides: [u64; 3],
+    /// What is copied together.
+    pub tile: [u32; 4],
+}
+
+impl Boxes {
+    /// Of a matrix whose lines of `width` numbers follow each other.
+    pub fn of_matrix(address: u64, [width, lines]: [u64; 2], [across, down]: [u32; 2]) -> Boxes {
+        let (sizes, strides, tile) = ([width, lines, 1, 1], [2 * width, 0, 0], [across, down, 1, 1]);
+        Boxes { address, rank: 2, sizes, strides, tile }
+    }
+}
+
+/// Bytes of what the driver makes of such a matrix, and of what they are a multiple of.
+const MAP_BYTES: usize = 128;
+const MAP_ALIGNMENT: usize = 64;
 
 /// What a kernel checks: that numbers are below a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,8 +80,13 @@ pub(in crate::cuda) struct Check {
 pub(in crate::cuda) struct Launch {
     pub kernel: &'static str,
     pub blocks: [u32; 2],
+    pub threads: u32,
     pub shared_bytes: u32,
     pub parameters: Vec<u8>,
+    /// Where each parameter begins there. A card has its own places for them.
+    pub starts: SmallVec<[u32; 24]>,
+    /// Matrices of which the driver makes what a kernel copies by, and where that stands among the parameters.
+    pub matrices: Vec<(usize, Boxes)>,
     /// What it checks, if anything.
     pub check: Option<Check>,
 }
@@ -58,6 +97,15 @@ impl Launch {
         Launch { shared_bytes: bytes as u32, ..self }
     }
 
+    /// With a matrix that boxes are copied of.
+    pub fn with_matrix(mut self, matrix: Boxes) -> Launch {
+        let at = self.parameters.len().next_multiple_of(MAP_ALIGNMENT);
+        self.parameters.resize(at + MAP_BYTES, 0);
+        self.starts.push(at as u32);
+        self.matrices.push((at, matrix));
+        Launch { threads: TILE_THREADS, ..self }
+    }
+
     /// With one number for each thread of a block.
     pub fn scratch<T>(self) -> Launch {
         self.shared(256 * size_of::<T>() as u64)
@@ -66,6 +114,7 @@ impl Launch {
     /// With another parameter.
     pub fn with<T: Pod>(mut self, parameter: T) -> Launch {
         self.parameters.resize(self.parameters.len().next_multiple_of(align_of::<T>()), 0);
+        self.starts.push(self.parameters.len() as u32);
         self.parameters.extend_from_slice(bytemuck::bytes_of(&parameter));
         self
     }
@@ -119,6 +168,11 @@ pub(super) fn vector_blocks(elements: u64) -> [u32; 2] {
     [elements.div_ceil(256).clamp(1, MOST_BLOCKS) as u32, 1]
 }
 
+/// Blocks for so many elements, of which a thread takes eight at once where they are floats and aligned.
+pub(super) fn wide_blocks(elements: u64) -> [u32; 2] {
+    vector_blocks(elements.div_ceil(8))
+}
+
 /// Blocks for so many rows, of which a block has one at a time.
 pub(super) fn row_blocks(rows: u64) -> [u32; 2] {
     [rows.clamp(1, 64 * MOST_BLOCKS) as u32, 1]
@@ -150,14 +204,32 @@ impl<'e> Emit<'e> {
         self.places.capability >= TENSOR_CORES
     }
 
+    /// Whether there are the kernels that multiply whole tiles.
+    pub fn has_whole_tiles(&self) -> bool {
+        self.places.whole_tiles
+    }
+
+    /// Blocks for so many tiles that blocks take by turns, one at a time on a multiprocessor.
+    pub fn tile_blocks(&self, tiles: u64) -> [u32; 2] {
+        [tiles.clamp(1, u64::from(self.places.multiprocessors.max(1))) as u32, 1]
+    }
+
+    /// The card's multiprocessors; 1 where nobody launches.
+    pub fn multiprocessors(&self) -> u64 {
+        u64::from(self.places.multiprocessors.max(1))
+    }
+
     /// A kernel; the flag is every kernel's first parameter.
     pub fn kernel(&self, kernel: &'static str, blocks: [u32; 2]) -> Launch {
-        let launch = Launch { kernel, blocks, shared_bytes: 0, parameters: Vec::new(), check: None };
+        let (threads, shared_bytes) = (THREADS, 0);
+        let (parameters, starts, matrices, check) = (Vec::new(), SmallVec::new(), Vec::new(), None);
+        let launch = Launch { kernel, blocks, threads, shared_bytes, parameters, starts, matrices, check };
         launch.with(self.places.flag)
     }
 
     pub fn launch(&mut self, launch: Launch) -> Result<(), CudaError> {
-        if u64::from(launch.shared_bytes) > SHARED_BYTES {
+        let most = if launch.matrices.is_empty() { SHARED_BYTES } else { MOST_SHARED_BYTES };
+        if u64::from(launch.shared_bytes) > most {
             return Err(self.not_yet(Some("a row needs more shared memory than a block has")));
         }
         (self.launch)(launch)

@@ -6,6 +6,9 @@ use super::{Summed, sum_rows};
 use crate::cuda::CudaError;
 use crate::{Embedding, HeadColumns, Heads, Magnitude, Norm, Position, Tensor};
 
+/// Shared memory where `embedding_backward` has a bit for each place, and one for each word of these.
+const PLACES_BYTES: u64 = 4 * (256 + 256 / 32);
+
 pub(super) fn norm(op: Norm<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     match op {
         Norm::RmsNorm { x, weight, weight_offset, epsilon, out, rstd } => {
@@ -52,7 +55,7 @@ pub(super) fn position(op: Position<'_>, emit: &mut Emit<'_>) -> Result<(), Cuda
     let Position::Rope { x, positions, cos, sin, heads: rotated, inverse } = op;
     emit.check("position", positions, cos.rows(), cos, false)?;
     let (rows, heads, pairs) = (x.rows(), x.columns() / rotated.dim.max(1), cos.columns());
-    let kernel = emit.kernel("rope", vector_blocks(rows * heads * pairs)).with(emit.view(x));
+    let kernel = emit.kernel("rope", vector_blocks((rows * heads * pairs).div_ceil(4))).with(emit.view(x));
     let kernel = [positions, cos, sin].into_iter().fold(kernel, |kernel, t| kernel.with(emit.address(t)));
     let numbers = [cos.rows(), rows, heads, rotated.dim, rotated.first, pairs];
     let kernel = numbers.into_iter().fold(kernel, super::Launch::with);
@@ -73,7 +76,7 @@ pub(super) fn heads(op: Heads<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError>
 
 pub(super) fn embedding(op: Embedding<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let look_up = |emit: &mut Emit<'_>, tokens: &Tensor, table: &Tensor, first_row: u64, out: &Tensor| {
-        let kernel = emit.kernel("embedding", vector_blocks(out.elements())).with(emit.address(tokens));
+        let kernel = emit.kernel("embedding", row_blocks(out.rows())).with(emit.address(tokens));
         let kernel = kernel.with(emit.view(table)).with(first_row).with(table.rows()).with(emit.view(out));
         emit.launch(kernel.with(tokens.elements()).with(table.columns()))
     };
@@ -87,7 +90,7 @@ pub(super) fn embedding(op: Embedding<'_>, emit: &mut Emit<'_>) -> Result<(), Cu
         }
         Embedding::Backward { tokens, dout, dtable, first_row, rounding } => {
             let rows = tokens.elements();
-            let kernel = emit.kernel("embedding_backward", row_blocks(rows)).scratch::<u32>();
+            let kernel = emit.kernel("embedding_backward", row_blocks(rows)).shared(PLACES_BYTES);
             let kernel = kernel.with(emit.address(tokens)).with(emit.view(dout)).with(emit.view(dtable));
             let kernel = kernel.with(first_row).with(dtable.rows()).with(rows).with(dtable.columns());
             emit.launch(kernel.with(Rounding::from(rounding)))

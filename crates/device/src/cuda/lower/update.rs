@@ -1,6 +1,6 @@
 //! Steps of optimizers: the numbers of a step are worked out here, in f64, as the CPU's kernels do.
 
-use super::parameters::{Emit, Launch, Rounding, View, plain, row_blocks, vector_blocks};
+use super::parameters::{Emit, Launch, Rounding, View, plain, row_blocks, vector_blocks, wide_blocks};
 use super::reduction::{Factors, Squared, channel_squares, squares};
 use crate::cuda::CudaError;
 use crate::{
@@ -49,6 +49,12 @@ plain! {
     }
 }
 
+/// The tables of states' codes, in shared memory: `States` of the kernels.
+const STATES_BYTES: u64 = 4 * (512 + 514 + 2) + 2 * (24 * 32 + 4);
+/// Blocks with such tables at most, each warp of which has a block of a state at a time: four for each multiprocessor of a large
+/// card.
+const STATES_BLOCKS: u64 = 528;
+
 pub(super) fn update(op: Update<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let n = op.param.elements();
     if n == 0 {
@@ -63,14 +69,15 @@ pub(super) fn update(op: Update<'_>, emit: &mut Emit<'_>) -> Result<(), CudaErro
         rounding: op.rounding.into(),
     };
     let vectors = vector_blocks(n);
-    let blocks = row_blocks(n.div_ceil(BLOCK_8BIT));
+    let wide = wide_blocks(n);
+    let blocks = [n.div_ceil(8 * BLOCK_8BIT).clamp(1, STATES_BLOCKS) as u32, 1];
     let kernel = match op.rule {
         Rule::AdamW { m, v, hyper } => {
-            let kernel = emit.kernel("adamw", vectors).with(weights).with(emit.view(m)).with(emit.view(v));
+            let kernel = emit.kernel("adamw", wide).with(weights).with(emit.view(m)).with(emit.view(v));
             kernel.with(adam(hyper))
         }
         Rule::AdamW8bit { m, v, hyper } => {
-            let kernel = emit.kernel("adamw_8bit", blocks).scratch::<u32>().with(weights);
+            let kernel = emit.kernel("adamw_8bit", blocks).shared(STATES_BYTES).with(weights);
             let kernel = [m, v].into_iter().fold(kernel, |kernel, state| with_codes(emit, kernel, state));
             kernel.with(adam_8bit(hyper))
         }
@@ -87,10 +94,10 @@ pub(super) fn update(op: Update<'_>, emit: &mut Emit<'_>) -> Result<(), CudaErro
         }
         Rule::Lion { m, hyper } => {
             let numbers = lion(hyper, |beta| (1.0 - beta) as f32);
-            emit.kernel("lion", vectors).with(weights).with(emit.view(m)).with(numbers)
+            emit.kernel("lion", wide).with(weights).with(emit.view(m)).with(numbers)
         }
         Rule::Lion8bit { m, hyper } => {
-            let kernel = emit.kernel("lion_8bit", blocks).scratch::<u32>().with(weights);
+            let kernel = emit.kernel("lion_8bit", blocks).shared(STATES_BYTES).with(weights);
             // In f32, as bitsandbytes has it.
             let numbers = LionNumbers {
                 decay: 1.0 - hyper.lr as f32 * hyper.weight_decay as f32,
@@ -99,7 +106,7 @@ pub(super) fn update(op: Update<'_>, emit: &mut Emit<'_>) -> Result<(), CudaErro
             with_codes(emit, kernel, m).with(numbers)
         }
         Rule::Sgd { m, hyper } => {
-            emit.kernel("sgd", vectors).with(weights).with(emit.address(m)).with(sgd(hyper))
+            emit.kernel("sgd", wide).with(weights).with(emit.address(m)).with(sgd(hyper))
         }
         Rule::Adafactor { second, m, hyper } => return adafactor(emit, op, weights, second, m, hyper),
         Rule::Apollo { ratios, channels, norm, hyper } => {
