@@ -4,7 +4,8 @@
 use std::ops::Range;
 
 use plimsoll_device::DType;
-use plimsoll_memory::{run_on_all_cores, splitmix64, usable_cores};
+use plimsoll_device::cpu::at_once;
+use plimsoll_memory::{splitmix64, usable_cores};
 
 use crate::convert::{ConversionError, encode};
 use crate::parameters::{Initialisation, Parameter};
@@ -12,7 +13,7 @@ use crate::spec::ModelSpec;
 
 /// Values made at a time.
 const CHUNK: usize = 256;
-/// Values that a thread makes at least: so many take longer than to begin a thread, by far.
+/// Values of a part at least: so many take longer than to begin a thread, by far.
 const PART: usize = 256 << 10;
 
 /// Writes the first values of some rows of a parameter as `dtype` (f32, bf16 or f16) into `out`, which has their size.
@@ -27,24 +28,9 @@ pub fn fill(
     let values = Values { key: key(&parameter.name, seed), kind: parameter.initialisation(spec), dtype };
     let (first, bytes) = (rows.start * parameter.columns(), dtype.block_bytes() as usize);
     let part = (out.len() / bytes).div_ceil(usable_cores()).next_multiple_of(CHUNK).max(PART);
-    if out.len() <= part * bytes {
-        return values.write(first, out);
-    }
-    std::thread::scope(|scope| {
-        let parts = out.chunks_mut(part * bytes).enumerate();
-        let begun = parts.map(|(number, out)| {
-            let (values, first) = (&values, first + (number * part) as u64);
-            scope.spawn(move || {
-                run_on_all_cores();
-                values.write(first, out)
-            })
-        });
-        // All are begun before one is waited for. A thread that panicked does so here.
-        let begun: Vec<_> = begun.collect();
-        begun.into_iter().try_for_each(|thread| {
-            thread.join().unwrap_or_else(|panicked| std::panic::resume_unwind(panicked))
-        })
-    })
+    let parts = out.chunks_mut(part * bytes).enumerate();
+    let write = |(number, out): (usize, &mut [u8])| values.write(first + (number * part) as u64, out);
+    at_once(parts, usable_cores(), write).into_iter().collect()
 }
 
 /// First values of one parameter.

@@ -11,7 +11,7 @@ use plimsoll_memory::run_on_all_cores;
 use smallvec::SmallVec;
 
 use super::driver::{Address, Driver, Handle, is_out_of_memory};
-use super::lower::{Boxes, Launch, MOST_SHARED_BYTES};
+use super::lower::{Boxes, Launch, MAP_BYTES, MOST_SHARED_BYTES};
 use super::{Card, CudaError};
 
 /// A stream that waits for no other, and an event that measures no time.
@@ -253,7 +253,7 @@ impl Drop for Event<'_> {
 
 /// What a kernel copies boxes of a matrix by, as the driver encodes it.
 #[repr(C, align(64))]
-pub(super) struct TensorMap(pub [u8; 128]);
+pub(super) struct TensorMap(pub [u8; MAP_BYTES]);
 
 impl Context {
     /// Encodes what boxes are copied of.
@@ -261,7 +261,7 @@ impl Context {
         let Some(encode) = self.driver.encode_tiled() else {
             return Err(CudaError::DriverTooOld("it lacks cuTensorMapEncodeTiled".to_owned()));
         };
-        let mut map = TensorMap([0; 128]);
+        let mut map = TensorMap([0; MAP_BYTES]);
         let steps = [1; 4];
         // SAFETY: writes the map; all arrays have as many numbers as four dimensions need.
         let code = unsafe {

@@ -6,7 +6,7 @@ use plimsoll_device::DType;
 use plimsoll_model::gguf::{GgufFile, ValueType};
 use plimsoll_model::{
     Activation, ModelFiles, ModelSpec, NewTensor, RopeScaling, SafetensorsFile, SaveWriter, StoredDType,
-    write_tensors,
+    init, write_tensors,
 };
 use proptest::prelude::*;
 
@@ -130,6 +130,24 @@ proptest! {
             files.weights().read_into(&parameter, dtype, &mut read).unwrap();
             prop_assert_eq!(read, expected, "{}", parameter.name);
         }
+    }
+}
+
+/// First values are made by several threads where there are many: those of a row do not depend on which rows come with it.
+#[test]
+fn first_values_of_rows_are_those_of_the_whole_parameter() {
+    let spec = ModelSpec { vocab_size: 20_011, ..tiny_spec() };
+    let embedding = &spec.parameters()[0];
+    for dtype in [DType::F32, DType::Bf16] {
+        let whole = weights(&spec, embedding, dtype);
+        let row = dtype.bytes_for(embedding.columns()).unwrap() as usize;
+        for rows in [0..1, 4_095..4_097, 10_000..10_100, 20_010..20_011] {
+            let place = rows.start as usize * row..rows.end as usize * row;
+            let mut some = vec![0; place.len()];
+            init::fill(embedding, rows, &spec, 5, dtype, &mut some).unwrap();
+            assert_eq!(some, whole[place]);
+        }
+        assert!(whole.chunks(row).is_sorted_by(|a, b| a != b), "two neighbours are the same row");
     }
 }
 

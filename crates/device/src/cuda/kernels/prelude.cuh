@@ -67,7 +67,7 @@ __constant__ Tables tables;
 struct alignas(16) Words {
     u32 x, y, z, w;
 };
-struct alignas(8) Half {
+struct alignas(8) TwoWords {
     u32 x, y;
 };
 
@@ -392,8 +392,8 @@ struct Fetched {
 
 __device__ inline Words four_at(View x, u64 i) {
     if (x.type == F32) return *(const Words*)(x.at + 4 * i);
-    Half half = *(const Half*)(x.at + 2 * i);
-    return {half.x, half.y, 0, 0};
+    TwoWords pair = *(const TwoWords*)(x.at + 2 * i);
+    return {pair.x, pair.y, 0, 0};
 }
 
 __device__ inline Fetched fetch(View x, Eight places) {
@@ -432,7 +432,7 @@ __device__ inline Numbers<1> numbers(Numbers<1> got) { return got; }
 
 __device__ inline void put_words(View out, u64 i, Words words) {
     if (out.type == F32) *(Words*)(out.at + 4 * i) = words;
-    else *(Half*)(out.at + 2 * i) = {words.x, words.y};
+    else *(TwoWords*)(out.at + 2 * i) = {words.x, words.y};
 }
 
 __device__ inline u32 two(u16 low, u16 high) { return (u32)low | (u32)high << 16; }

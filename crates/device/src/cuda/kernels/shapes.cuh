@@ -38,10 +38,6 @@ __device__ inline bool by_fours(const Result& r) {
     return r.columns % 4 == 0 && r.c.at % (r.c.type == F32 ? 16 : 8) == 0;
 }
 
-struct alignas(8) TwoWords {
-    u32 x, y;
-};
-
 // What sums of a part begin with: the numbers of c where they are added to, and the bias.
 __device__ inline void begin_part(float* numbers, const Result& r, u32 part) {
     u32 place = threadIdx.x % (TILE / 4) * 4, first = threadIdx.x / (TILE / 4);
@@ -104,7 +100,7 @@ __device__ inline void end_part(const float* numbers, const Result& r, u32 part,
         } else if (r.c.type == F32) {
             *(Words*)(r.c.at + 4 * at) = *(const Words*)from;
         } else {
-            TwoWords pair = {to_bf16(from[0]) | (u32)to_bf16(from[1]) << 16, to_bf16(from[2]) | (u32)to_bf16(from[3]) << 16};
+            TwoWords pair = {two(to_bf16(from[0]), to_bf16(from[1])), two(to_bf16(from[2]), to_bf16(from[3]))};
             *(TwoWords*)(r.c.at + 2 * at) = pair;
         }
     }

@@ -51,7 +51,7 @@ template <bool HALF> __device__ inline u16 to_16_bits(float x) { return HALF ? t
 
 // Two numbers as the halves of a word, the first one low.
 template <bool HALF> __device__ inline u32 pair_of_16_bits(float low, float high) {
-    return to_16_bits<HALF>(low) | (u32)to_16_bits<HALF>(high) << 16;
+    return two(to_16_bits<HALF>(low), to_16_bits<HALF>(high));
 }
 
 // ---- lines of numbers of 16 bits in shared memory ----

@@ -237,8 +237,13 @@ __device__ inline void put(View out, const Own& own, const Numbers<8>& x, Rounde
         if (own.has(k)) store(out, own.of(k), x[k], by.rounding);
 }
 
+__device__ inline void put(View out, const Own& own, const Numbers<8>& x) {
+    Rounder nearest({0, 0, 0, 0});
+    put(out, own, x, nearest);
+}
+
 // Codes of a thread, in a word for each four.
-__device__ inline Half own_codes(const u8* codes, const Own& own) {
+__device__ inline TwoWords own_codes(const u8* codes, const Own& own) {
     if (own.whole()) return {*(const u32*)(codes + own.of(0)), *(const u32*)(codes + own.of(4))};
     u32 words[2] = {0, 0};
 #pragma unroll
@@ -247,7 +252,7 @@ __device__ inline Half own_codes(const u8* codes, const Own& own) {
     return {words[0], words[1]};
 }
 
-__device__ inline u32 code_of(Half codes, u32 k) { return (k < 4 ? codes.x : codes.y) >> k % 4 * 8 & 255; }
+__device__ inline u32 code_of(TwoWords codes, u32 k) { return (k < 4 ? codes.x : codes.y) >> k % 4 * 8 & 255; }
 
 // Writes a state's codes and its largest magnitude.
 template <u32 MAP>
@@ -278,7 +283,16 @@ template <class Body> __device__ inline void each_block(const Weights& w, bool f
     u64 blocks = (w.n + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
     for (u64 block = blockIdx.x * warps + threadIdx.x / WARP; block < blocks; block += gridDim.x * warps) {
         Own own = {block * BLOCK_ELEMENTS, w.n, fours};
-        body(own, block);
+        Numbers<8> grads, weights;
+        if (own.whole()) {
+            Fetched got_grad = fetch(w.grad, own), got_weight = fetch(weights_of(w), own);
+            grads = numbers(got_grad);
+            weights = numbers(got_weight);
+        } else {
+            own_elements(w.grad, own, grads);
+            own_elements(weights_of(w), own, weights);
+        }
+        body(own, block, grads, weights);
     }
 }
 
@@ -295,18 +309,10 @@ KERNEL_FOUR(adamw_8bit, const float* flag, Weights w, u8* m, float* m_max, u8* v
     copy_states(by);
     float scale = scale_of(w);
     Rounder rounder(w.rounding);
-    each_block(w, (u64)m % 4 == 0 && (u64)v % 4 == 0, [&](const Own& own, u64 block) {
-        Half codes_m = own_codes(m, own), codes_v = own_codes(v, own);
+    each_block(w, (u64)m % 4 == 0 && (u64)v % 4 == 0, [&](const Own& own, u64 block, const Numbers<8>& grads, Numbers<8>& weights) {
+        TwoWords codes_m = own_codes(m, own), codes_v = own_codes(v, own);
         float max_m = m_max[block], max_v = v_max[block];
-        Numbers<8> grads, weights, firsts, seconds;
-        if (own.whole()) {
-            Fetched got_grad = fetch(w.grad, own), got_weight = fetch(weights_of(w), own);
-            grads = numbers(got_grad);
-            weights = numbers(got_weight);
-        } else {
-            own_elements(w.grad, own, grads);
-            own_elements(weights_of(w), own, weights);
-        }
+        Numbers<8> firsts, seconds;
 #pragma unroll
         for (u32 k = 0; k < 8; k++) {
             float raw = grads[k], grad = __fmul_rn(raw, scale);
@@ -321,8 +327,7 @@ KERNEL_FOUR(adamw_8bit, const float* flag, Weights w, u8* m, float* m_max, u8* v
             seconds[k] = is_finite(raw) ? second : 0.0f;
             weights[k] = is_finite(raw) ? stepped : weights[k];
         }
-        if (w.master) put(floats(w.master), own, weights, rounder);
-        put(w.param, own, weights, rounder);
+        set_weights(w, own, weights, rounder);
         store_codes<0>(*by, m, m_max, own, firsts);
         store_codes<1>(*by, v, v_max, own, seconds);
     });
@@ -334,18 +339,10 @@ KERNEL_FOUR(lion_8bit, const float* flag, Weights w, u8* m, float* m_max, LionNu
     copy_states(by);
     float scale = scale_of(w);
     Rounder rounder(w.rounding);
-    each_block(w, (u64)m % 4 == 0, [&](const Own& own, u64 block) {
-        Half codes = own_codes(m, own);
+    each_block(w, (u64)m % 4 == 0, [&](const Own& own, u64 block, const Numbers<8>& grads, Numbers<8>& weights) {
+        TwoWords codes = own_codes(m, own);
         float max = m_max[block];
-        Numbers<8> grads, weights, firsts;
-        if (own.whole()) {
-            Fetched got_grad = fetch(w.grad, own), got_weight = fetch(weights_of(w), own);
-            grads = numbers(got_grad);
-            weights = numbers(got_weight);
-        } else {
-            own_elements(w.grad, own, grads);
-            own_elements(weights_of(w), own, weights);
-        }
+        Numbers<8> firsts;
 #pragma unroll
         for (u32 k = 0; k < 8; k++) {
             float raw = grads[k], grad = __fmul_rn(raw, scale), first = __fmul_rn(by->states[0][code_of(codes, k)], max);
@@ -353,8 +350,7 @@ KERNEL_FOUR(lion_8bit, const float* flag, Weights w, u8* m, float* m_max, LionNu
             weights[k] = is_finite(raw) ? __fadd_rn(__fmul_rn(weights[k], h.decay), -step) : weights[k];
             firsts[k] = is_finite(raw) ? __fadd_rn(__fmul_rn(first, h.beta2), __fmul_rn(h.less2, grad)) : 0.0f;
         }
-        if (w.master) put(floats(w.master), own, weights, rounder);
-        put(w.param, own, weights, rounder);
+        set_weights(w, own, weights, rounder);
         store_codes<0>(*by, m, m_max, own, firsts);
     });
 }

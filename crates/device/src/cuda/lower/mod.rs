@@ -15,7 +15,7 @@ mod rows;
 mod subspace;
 mod update;
 
-pub(super) use parameters::{Boxes, Check, Launch, MOST_SHARED_BYTES, Places};
+pub(super) use parameters::{Boxes, Check, Launch, MAP_BYTES, MOST_SHARED_BYTES, Places};
 
 use super::CudaError;
 use crate::op::RowPieces;

@@ -62,7 +62,7 @@ impl Boxes {
 }
 
 /// Bytes of what the driver makes of such a matrix, and of what they are a multiple of.
-const MAP_BYTES: usize = 128;
+pub(in crate::cuda) const MAP_BYTES: usize = 128;
 const MAP_ALIGNMENT: usize = 64;
 
 /// What a kernel checks: that numbers are below a limit.

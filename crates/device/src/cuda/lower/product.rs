@@ -48,7 +48,7 @@ struct Names {
     f16: &'static str,
     wide: &'static str,
     narrow: &'static str,
-    codes: &'static str,
+    codes: Option<&'static str>,
 }
 
 const FORWARD: Names = Names {
@@ -56,21 +56,21 @@ const FORWARD: Names = Names {
     f16: "product_f16",
     wide: "product_90_wide",
     narrow: "product_90",
-    codes: "product_90_codes",
+    codes: Some("product_90_codes"),
 };
 const OF_INPUT: Names = Names {
     bf16: "product_bf16_input",
     f16: "product_f16_input",
     wide: "product_90_wide_input",
     narrow: "product_90_input",
-    codes: "product_90_codes_input",
+    codes: Some("product_90_codes_input"),
 };
 const OF_WEIGHT: Names = Names {
     bf16: "product_bf16_weight",
     f16: "product_f16_weight",
     wide: "product_90_wide_weight",
     narrow: "product_90_weight",
-    codes: "",
+    codes: None,
 };
 
 /// An operand of which whole tiles can be copied: in bf16, lines of multiples of 16 bytes. The first number of `tile` is along its lines.
@@ -130,8 +130,8 @@ pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
         let tile = |along: u64, lines: u64| [step, if along == 1 { lines as u32 } else { step }];
         let of_a = tiled(emit, x, tile(a.column_stride, TILE_ROWS));
         let of_b = tiled(emit, weight, tile(b.row_stride, width));
-        let (name, width) = if of_b.is_some() { (name, width) } else { (names.codes, NARROW) };
-        if let (Some(of_a), false) = (of_a, name.is_empty()) {
+        let (name, width) = if of_b.is_some() { (Some(name), width) } else { (names.codes, NARROW) };
+        if let (Some(of_a), Some(name)) = (of_a, name) {
             let kernel =
                 emit.kernel(name, emit.tile_blocks(tiles(width))).shared(SHARED_BYTES_90).with_matrix(of_a);
             let kernel = match of_b {
