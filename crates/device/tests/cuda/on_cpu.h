@@ -7,6 +7,7 @@
 //
 // What it cannot show: races between barriers within a warp, alignment, registers, launch limits of a card, speed.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -116,28 +117,35 @@ struct Core {
     std::vector<Shown> shown;
     std::map<const void*, Barrier> barriers;
     uint64_t state = 0;
+    // Threads of the block that go on, and how many wait: of each warp for their warp, and of all for their block.
+    std::vector<unsigned> ready, at_warp;
+    unsigned at_block = 0;
 
-    uint64_t random() {
+    // Less than `end`.
+    unsigned random(unsigned end) {
         state ^= state << 13;
         state ^= state >> 7;
-        return state ^= state << 17;
+        state ^= state << 17;
+        return (state >> 32) * end >> 32;
     }
     ~Core() {
         for (auto& fiber : fibers) munmap(fiber.stack, STACK);
     }
 };
-inline thread_local Core core;
+// Asked for at every index of a thread: a pointer whose place the loader fixes, as a call for each would take half of all time.
+#define FIXED_PLACE __attribute__((tls_model("initial-exec")))
+inline constinit thread_local Core* core FIXED_PLACE = nullptr;
 
 // 0: fibers and blocks in order.
-inline thread_local uint64_t seed = 0;
+inline constinit thread_local uint64_t seed FIXED_PLACE = 0;
 
 inline void give_way(State state) {
-    core.now->state = state;
-    on_cpu_switch(&core.now->at, core.outside);
+    core->now->state = state;
+    on_cpu_switch(&core->now->at, core->outside);
 }
 
 inline void begin() {
-    (*core.body)();
+    (*core->body)();
     give_way(ENDED);
     abort();
 }
@@ -148,80 +156,90 @@ inline void check(bool holds, const char* what) {
     abort();
 }
 
-// Lets those go on who wait for others that have all come; whether there were any. With a seed, one warp alone.
-inline bool let_go(unsigned threads) {
-    unsigned warps = (threads + WARP_THREADS - 1) / WARP_THREADS, first = seed ? core.random() % warps : 0;
-    auto all = [&](unsigned from, unsigned to, State state) {
-        for (unsigned i = from; i < to; i++)
-            if (core.fibers[i].state != state) return false;
-        return true;
+// Lets those go on who wait for others that have all come. With a seed, one warp alone.
+inline void let_go(unsigned threads) {
+    unsigned warps = (threads + WARP_THREADS - 1) / WARP_THREADS, first = seed ? core->random(warps) : 0;
+    auto go_on = [&](unsigned from, unsigned to) {
+        for (unsigned i = from; i < to; i++) core->fibers[i].state = READY;
+        for (unsigned i = from; i < to; i++) core->ready.push_back(i);
     };
     bool any = false;
     for (unsigned n = 0; n < warps && !(any && seed); n++) {
         unsigned warp = (first + n) % warps, from = warp * WARP_THREADS;
         unsigned to = from + WARP_THREADS < threads ? from + WARP_THREADS : threads;
-        if (!all(from, to, AT_WARP)) continue;
-        for (unsigned i = from; i < to; i++) core.fibers[i].state = READY;
+        if (core->at_warp[warp] < to - from) continue;
+        core->at_warp[warp] = 0;
+        go_on(from, to);
         any = true;
     }
-    if (any || !all(0, threads, AT_BLOCK)) return any;
-    for (unsigned i = 0; i < threads; i++) core.fibers[i].state = READY;
-    return true;
+    if (any || core->at_block < threads) return;
+    core->at_block = 0;
+    go_on(0, threads);
 }
 
 // One block; whether all its threads met the same barriers.
 inline bool run_block(unsigned threads) {
-    while (core.fibers.size() < threads) {
+    while (core->fibers.size() < threads) {
         Fiber fiber;
         fiber.stack = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        core.fibers.push_back(fiber);
+        core->fibers.push_back(fiber);
     }
-    core.shown.resize(2 * ((threads + WARP_THREADS - 1) / WARP_THREADS));
-    core.barriers.clear();
-    std::vector<unsigned> order(threads);
+    core->shown.resize(2 * ((threads + WARP_THREADS - 1) / WARP_THREADS));
+    core->barriers.clear();
+    core->at_warp.assign((threads + WARP_THREADS - 1) / WARP_THREADS, 0);
+    core->at_block = 0;
+    core->ready.clear();
     for (unsigned i = 0; i < threads; i++) {
-        Fiber& fiber = core.fibers[i];
+        Fiber& fiber = core->fibers[i];
         fiber.state = READY;
         fiber.thread.x = i;
         fiber.turn = 0;
         fiber.begun.clear();
         fiber.groups.clear();
         // A call's alignment: the return address lies 8 bytes below a multiple of 16. Six registers are popped first.
-        void** top = (void**)(fiber.stack + STACK - 64);
+        // Stacks end at different lines of the cache: it holds few of the same place.
+        void** top = (void**)(fiber.stack + STACK - 64 - i * 320 % 16384);
         top[-1] = nullptr;
         top[-2] = (void*)begin;
         for (int i = 3; i <= 8; i++) top[-i] = nullptr;
         fiber.at = top - 8;
-        order[i] = i;
+        core->ready.push_back(i);
     }
-    for (unsigned rounds = 0; rounds < 1 << 24; rounds++) {
+    std::vector<unsigned> now;
+    unsigned ended = 0;
+    for (unsigned rounds = 0; rounds < 1 << 24 && !core->ready.empty(); rounds++) {
+        now.swap(core->ready);
+        core->ready.clear();
         if (seed)
-            for (unsigned i = threads - 1; i > 0; i--) std::swap(order[i], order[core.random() % (i + 1)]);
-        unsigned ended = 0, ready = 0;
-        for (unsigned i : order) {
-            if (core.fibers[i].state == READY) {
-                core.now = &core.fibers[i];
-                on_cpu_switch(&core.outside, core.now->at);
+            for (unsigned i = now.size() - 1; i > 0; i--) std::swap(now[i], now[core->random(i + 1)]);
+        for (unsigned i : now) {
+            core->now = &core->fibers[i];
+            on_cpu_switch(&core->outside, core->now->at);
+            switch (core->now->state) {
+            case READY: core->ready.push_back(i); break;
+            case AT_WARP: core->at_warp[i / WARP_THREADS]++; break;
+            case AT_BLOCK: core->at_block++; break;
+            case ENDED: ended++; break;
             }
-            ended += core.fibers[i].state == ENDED;
-            ready += core.fibers[i].state == READY;
         }
-        if (ended == threads) return true;
-        if (!let_go(threads) && !ready) return false;
+        let_go(threads);
+        if (!seed) std::sort(core->ready.begin(), core->ready.end());
     }
-    return false;
+    return ended == threads;
 }
 
 inline bool run(Index grid, unsigned threads, size_t shared, const std::function<void()>& body) {
-    core.body = &body;
-    core.grid = grid;
-    core.state = seed * 0x9e3779b97f4a7c15ull + 1;
+    static thread_local Core own;
+    core = &own;
+    core->body = &body;
+    core->grid = grid;
+    core->state = seed * 0x9e3779b97f4a7c15ull + 1;
     uint64_t blocks = (uint64_t)grid.x * grid.y;
     for (uint64_t i = 0; i < blocks; i++) {
         uint64_t block = seed % 2 ? blocks - 1 - i : i;
-        core.block.x = block % grid.x;
-        core.block.y = block / grid.x;
-        core.shared.assign(shared + 1024, 0xff);
+        core->block.x = block % grid.x;
+        core->block.y = block / grid.x;
+        core->shared.assign(shared + 1024, 0xff);
         if (!run_block(threads)) return false;
     }
     return true;
@@ -275,11 +293,11 @@ template <class... A> struct Registered {
     static on_cpu::Registered registered_##name(#name, name);        \
     static void name(__VA_ARGS__)
 #define KERNEL_FOUR KERNEL
-#define SHARED(T, name) T* name = (T*)(((uintptr_t)on_cpu::core.shared.data() + 15) / 16 * 16)
+#define SHARED(T, name) T* name = (T*)(((uintptr_t)on_cpu::core->shared.data() + 15) / 16 * 16)
 
-#define threadIdx (on_cpu::core.now->thread)
-#define blockIdx (on_cpu::core.block)
-#define gridDim (on_cpu::core.grid)
+#define threadIdx (on_cpu::core->now->thread)
+#define blockIdx (on_cpu::core->block)
+#define gridDim (on_cpu::core->grid)
 inline void __syncthreads() { on_cpu::give_way(on_cpu::AT_BLOCK); }
 
 inline float __uint_as_float(unsigned bits) {
@@ -338,12 +356,12 @@ inline unsigned short to_f16(float x) {
 
 namespace on_cpu {
 
-inline unsigned lane() { return core.now->thread.x % WARP_THREADS; }
+inline unsigned lane() { return core->now->thread.x % WARP_THREADS; }
 
 // The place of this turn. What is put there can be read after the barrier, until the turn after the next.
 inline Shown& shown() {
-    unsigned turn = core.now->turn++ % 2;
-    return core.shown[core.now->thread.x / WARP_THREADS * 2 + turn];
+    unsigned turn = core->now->turn++ % 2;
+    return core->shown[core->now->thread.x / WARP_THREADS * 2 + turn];
 }
 
 // Matrix n has its rows where threads 8 n to 8 n + 7 say. PTX ISA, "Warp-level matrix load instruction: ldmatrix": thread T gets of
@@ -399,14 +417,14 @@ inline float of_neighbour(float x, unsigned mask) {
 template <unsigned WIDTH> inline void copy_begin(void* to, const void* from, unsigned bytes) {
     on_cpu::check((uintptr_t)to % WIDTH == 0 && (uintptr_t)from % WIDTH == 0, "a copy that is not aligned to its size");
     on_cpu::check(bytes <= WIDTH, "a copy of more than its size");
-    on_cpu::core.now->begun.push_back({to, from, WIDTH, bytes});
+    on_cpu::core->now->begun.push_back({to, from, WIDTH, bytes});
 }
 inline void copy_group() {
-    on_cpu::core.now->groups.push_back(std::move(on_cpu::core.now->begun));
-    on_cpu::core.now->begun.clear();
+    on_cpu::core->now->groups.push_back(std::move(on_cpu::core->now->begun));
+    on_cpu::core->now->begun.clear();
 }
 template <unsigned LEFT> inline void copy_wait() {
-    auto& groups = on_cpu::core.now->groups;
+    auto& groups = on_cpu::core->now->groups;
     for (; groups.size() > LEFT; groups.pop_front()) {
         for (auto& copy : groups.front()) {
             memset(copy.to, 0, copy.width);
@@ -428,7 +446,7 @@ template <bool HALF> inline void multiply_add(float* sums, const unsigned* a, co
 
 namespace on_cpu {
 
-inline unsigned char* shared_tiles() { return (unsigned char*)(((uintptr_t)core.shared.data() + 1023) / 1024 * 1024); }
+inline unsigned char* shared_tiles() { return (unsigned char*)(((uintptr_t)core->shared.data() + 1023) / 1024 * 1024); }
 
 // The driver's encoding is its own; here it is what it was made of. Strides are in bytes; that of the first size is a number's.
 struct Boxes {
@@ -487,23 +505,23 @@ struct Operand {
 inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - on_cpu::shared_tiles()); }
 
 inline void barrier_begin(unsigned long long* barrier, unsigned count) {
-    auto& own = on_cpu::core.barriers[barrier];
+    auto& own = on_cpu::core->barriers[barrier];
     own.count = own.left = count;
 }
 inline void barriers_begun() {}
 inline void barrier_arrive(unsigned long long* barrier) {
-    auto& own = on_cpu::core.barriers[barrier];
+    auto& own = on_cpu::core->barriers[barrier];
     on_cpu::check(own.left > 0, "more arrivals at a barrier than it counts");
     own.left--;
     own.complete();
 }
 inline void barrier_expect(unsigned long long* barrier, unsigned bytes) {
-    on_cpu::core.barriers[barrier].bytes += bytes;
+    on_cpu::core->barriers[barrier].bytes += bytes;
     barrier_arrive(barrier);
 }
 // Copies happen when somebody waits for them.
 inline void barrier_wait(unsigned long long* barrier, unsigned parity) {
-    auto& own = on_cpu::core.barriers[barrier];
+    auto& own = on_cpu::core->barriers[barrier];
     for (;;) {
         for (auto& [bytes, copy] : std::exchange(own.copies, {})) {
             copy();
@@ -522,7 +540,7 @@ inline void begin_box(void* to, const void* map, Place from, unsigned long long*
     check(shared_address(to) % 1024 == 0, "a tile that does not begin at a multiple of 1024 bytes");
     int64_t bytes = 2;
     for (unsigned box : boxes.box) bytes *= box;
-    core.barriers[barrier].copies.push_back({bytes, [=] { copy_box((unsigned char*)to, boxes, from); }});
+    core->barriers[barrier].copies.push_back({bytes, [=] { copy_box((unsigned char*)to, boxes, from); }});
 }
 
 } // namespace on_cpu
