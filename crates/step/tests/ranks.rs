@@ -939,7 +939,7 @@ fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
     // Every token goes to all: a choice between close scores would turn with a rounding.
     let experts = sizes.experts.clone().map(|experts| ExpertsSpec {
         per_token: experts.count,
-        intermediate_size: 1024,
+        intermediate_size: 128,
         shared: Some(shared),
         ..experts
     });
