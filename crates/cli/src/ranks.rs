@@ -41,7 +41,7 @@ const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TA
 pub enum Joined {
     Alone(Solo),
     #[cfg(feature = "mpi")]
-    Mpi(plimsoll_parallel::MpiRanks),
+    Mpi(plimsoll_mpi::MpiRanks),
 }
 
 impl Joined {
@@ -300,7 +300,8 @@ mod mpi {
     use std::io::Write;
 
     use plimsoll_memory::{allowed_cores, cores_of_process, keep_process_to, run_on_all_cores};
-    use plimsoll_parallel::{Communicator, MpiError, MpiRanks};
+    use plimsoll_mpi::{MpiError, MpiRanks};
+    use plimsoll_parallel::Communicator;
 
     use super::{Joined, host, on_each_machine};
     use crate::failure::Failure;

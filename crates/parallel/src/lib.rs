@@ -7,8 +7,8 @@
 //!
 //! - [`Solo`]: the only rank there is.
 //! - [`DryRanks`]: a rank of many, without wires. What it would send is counted by the dry device.
-//! - [`Wired`]: a rank whose bytes go by a [`Transport`]. `Mpi` joins processes, over the system's MPI (feature `mpi`);
-//!   [`ThreadRank`] joins threads of one process, for tests.
+//! - [`Wired`]: a rank whose bytes go by a [`Transport`]. [`ThreadRank`] joins threads of one process, for tests; `Mpi`, of a crate of
+//!   its own, joins processes over the system's MPI.
 
 #![forbid(unsafe_code)]
 
@@ -18,8 +18,6 @@ mod dry;
 mod exchange;
 mod group;
 mod mesh;
-#[cfg(feature = "mpi")]
-mod mpi;
 mod shares;
 mod threads;
 mod transport;
@@ -34,8 +32,6 @@ pub use deal::Deal;
 pub use dry::DryRanks;
 pub use exchange::{Exchange, Span, Ticket};
 pub use mesh::{Mesh, MeshPlace};
-#[cfg(feature = "mpi")]
-pub use mpi::{Mpi, MpiError, MpiRanks};
 pub use shares::{Shares, least_common_multiple};
 pub use threads::{ThreadRank, thread_ranks};
 pub use transport::{Transport, TransportError};

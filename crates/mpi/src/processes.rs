@@ -16,7 +16,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Equivalence, Source};
 use mpi::{Count, Threading};
 
-use crate::{Transport, TransportError, Wired};
+use plimsoll_parallel::{Transport, TransportError, Wired};
 
 /// Bytes of a message at most: MPI counts in 32 bits.
 const MESSAGE: usize = 1 << 30;
