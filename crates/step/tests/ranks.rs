@@ -939,7 +939,8 @@ fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
     // Every token goes to all: a choice between close scores would turn with a rounding.
     let experts = sizes.experts.clone().map(|experts| ExpertsSpec {
         per_token: experts.count,
-        intermediate_size: 128,
+        // Half of a matrix is one group of NF4's scales: 16384 elements.
+        intermediate_size: 1024,
         shared: Some(shared),
         ..experts
     });
