@@ -15,7 +15,6 @@ use mpi::request::{Request, Scope, scope};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Equivalence, Source};
 use mpi::{Count, Threading};
-
 use plimsoll_parallel::{Transport, TransportError, Wired};
 
 /// Bytes of a message at most: MPI counts in 32 bits.

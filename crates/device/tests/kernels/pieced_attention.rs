@@ -167,10 +167,10 @@ fn pieces_of_the_keys_owe_what_all_of_them_owe() {
 /// Pieces of whole tiles give the very bits of whole attention.
 #[test]
 fn pieces_of_whole_tiles_have_the_bits_of_all_keys() {
-    let s = shape(1, [600, 600, 600], [2, 1, 16]);
+    let s = shape(1, [900, 900, 900], [4, 2, 16]);
     for (dtype, compute) in KINDS {
         let [q, k, v] = inputs(&s, dtype);
-        let (out, lse) = (Operand::garbage(dtype, &[600, 32]), Operand::garbage(DType::F32, &[1, 2, 600]));
+        let (out, lse) = (Operand::garbage(dtype, &[900, 64]), Operand::garbage(DType::F32, &[1, 4, 900]));
         let operands = [q, k, v, out, lse];
         let whole = |cpu: &dyn Device, t: &[Tensor]| {
             cpu.run(Attention::Forward {
@@ -188,7 +188,7 @@ fn pieces_of_whole_tiles_have_the_bits_of_all_keys() {
         let pieced = |cpu: &dyn Device, t: &[Tensor]| {
             let [sums, most, total] = begin(cpu, &s)?;
             let running = Running { sums: &sums, most: &most, total: &total };
-            for (piece, rows) in pieces(s, &[0, 256, 512, 600]) {
+            for (piece, rows) in pieces(s, &[0, 256, 768, 900]) {
                 let (k, v) = (&t[1].slice_rows(rows.clone()).unwrap(), &t[2].slice_rows(rows).unwrap());
                 cpu.run(PiecedAttention::Add { q: &t[0], k, v, documents: None, running, piece, compute })?;
             }
