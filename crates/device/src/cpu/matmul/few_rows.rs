@@ -6,6 +6,7 @@
 //! blocked product.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use super::crew::Crew;
 use super::engine::Engine;
@@ -161,17 +162,7 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
             unsafe {
                 let rows = task.rows.add(row * units);
                 let mut sums = [[0.0; N]; R];
-                if count == N {
-                    dot::<E, S, R, N>(rows, task.b, task.k, column, &mut sums);
-                } else {
-                    for j in 0..count {
-                        let mut sum = [[0.0; 1]; R];
-                        dot::<E, S, R, 1>(rows, task.b, task.k, column + j, &mut sum);
-                        for (sums, [sum]) in sums.iter_mut().zip(sum) {
-                            sums[j] = sum;
-                        }
-                    }
-                }
+                dot::<E, S, R, N>(rows, task.b, task.k, column..column + count, &mut sums);
                 if count == N && c.dtype == DType::F32 && !task.accumulate {
                     let out = c.data.cast::<f32>().add(row * c.row_stride + column);
                     for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
@@ -189,13 +180,14 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
     }
 }
 
-/// Dot products of `R` packed rows with `N` columns from `column` on.
+/// Dot products of `R` packed rows with up to `N` columns. Where there are fewer, the last one is taken again: what is in its place
+/// counts for nothing, and a loop for other widths would make every kernel half as large again.
 #[inline(always)]
 unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     rows: *const f32,
     b: Lines,
     k: usize,
-    column: usize,
+    some: Range<usize>,
     out: &mut [[f32; N]; R],
 ) {
     let whole = E::V::LANES * E::K_PER_UNIT;
@@ -208,9 +200,10 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     // SAFETY: the columns hold `k` values, the packed rows `units` units.
     unsafe {
         let mut sums = [[E::V::splat(0.0); N]; R];
-        let mut columns = [S::place(b.data, column * b.stride); N];
+        let start_of = |j: usize| (some.start + j).min(some.end - 1) * b.stride;
+        let mut columns = [S::place(b.data, start_of(0)); N];
         for (j, place) in columns.iter_mut().enumerate().skip(1) {
-            *place = S::place(b.data, (column + j) * b.stride);
+            *place = S::place(b.data, start_of(j));
         }
         let mut row = rows;
         // A block of a quantised type at a time, so that its scales are read once.
@@ -245,7 +238,7 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
         for at in (0..left).step_by(whole) {
             let mut vectors = [E::V::splat(0.0); N];
             for (j, vector) in vectors.iter_mut().enumerate() {
-                let index = (column + j) * b.stride + k - left + at;
+                let index = start_of(j) + k - left + at;
                 *vector = if left - at >= whole {
                     E::along(At::<S>::new(b.data, index))
                 } else {
