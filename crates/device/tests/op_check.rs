@@ -261,8 +261,8 @@ fn attention() {
     assert_eq!(attention(impossible, &[2, 24]), format!("attention: {impossible:?} is impossible"));
     let impossible = AttentionShape { q_len: 2, kv_len: 1, kv_capacity: 1, ..shape };
     assert_eq!(attention(impossible, &[1, 16]), format!("attention: {impossible:?} is impossible"));
-    let wide = AttentionShape { head_dim: 513, ..shape };
-    assert_eq!(attention(wide, &[2, 16]), "attention: heads of 513 values are wider than 512");
+    let wide = AttentionShape { head_dim: 577, ..shape };
+    assert_eq!(attention(wide, &[2, 16]), "attention: heads of 577 values are wider than 576");
 }
 
 /// Pieces of logits are whole runs of 1024 columns, the last of what is left.

@@ -309,9 +309,9 @@ fn heads() {
         })
     };
     for (backward, name) in [(false, "attention"), (true, "attention_backward")] {
-        assert_eq!(attention(512, backward), Ok([0, 0]));
-        let message = format!("{name}: heads of 513 values are wider than 512");
-        assert_eq!(attention(513, backward), Err(message));
+        assert_eq!(attention(576, backward), Ok([0, 0]));
+        let message = format!("{name}: heads of 577 values are wider than 576");
+        assert_eq!(attention(577, backward), Err(message));
     }
 }
 

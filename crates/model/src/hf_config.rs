@@ -14,6 +14,7 @@ mod write;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub(crate) use rope::{latent_scale_of, latent_yarn_weights};
 pub use write::{config_json, generation_config_json};
 
 use crate::shown::Shown;

@@ -186,9 +186,16 @@ struct Places {
 }
 
 impl Places {
+    /// Whether blocks of a part lie across its rows, so that only its values can be had.
+    fn has_turned_blocks(&self) -> bool {
+        let turned =
+            |part: &StoredAt| matches!(part.rows, RowOrder::Transposed { .. }) && part.dtype.is_block();
+        self.parts.iter().any(turned)
+    }
+
     /// The type that holds all of it without loss, and that parts can be put together in: f32 where there is no other.
     fn dtype(&self) -> DType {
-        let Some(first) = self.parts.first() else { return DType::F32 };
+        let Some(first) = self.parts.first().filter(|_| !self.has_turned_blocks()) else { return DType::F32 };
         let dtype = first.dtype;
         let fits = |dtype: DType| {
             let run = dtype.run_elements();
@@ -273,7 +280,7 @@ impl WeightSource {
             |part: &StoredAt| part.packed.as_ref().is_some_and(|packed| packed.matrix.dtype() == DType::F32);
         let stored = self.place(parameter).map(|place| {
             let any = |what: &dyn Fn(&StoredAt) -> bool| place.parts.iter().any(what);
-            match (any(&cut), any(&of_values)) {
+            match (any(&cut), any(&of_values) || place.has_turned_blocks()) {
                 // Codes of 8 bits and less times a factor: bf16 is nearer to them than they are to what was quantised.
                 (_, true) => DType::Bf16,
                 (true, false) => widest,

@@ -181,10 +181,29 @@ impl<'a> Transcoder<'a> {
                 .chunks(of.max(1) as usize)
                 .try_for_each(|parts| self.stream_by_turns(parts, dtype, out));
         }
+        if let RowOrder::Transposed { .. } = tensor.rows {
+            // GGUF's are matrices of their own.
+            return tensor.parts.iter().try_for_each(|part| self.stream_transposed(part, dtype, out));
+        }
         tensor
             .parts
             .iter()
             .try_for_each(|part| self.stream_rows(part, tensor.rows, tensor.plus_one, dtype, out))
+    }
+
+    /// A matrix, its rows as columns.
+    fn stream_transposed(&mut self, part: &StoredPart, dtype: DType, out: &mut dyn Write) -> io::Result<()> {
+        let (rows, columns) = (part.count() as usize, part.parameter.columns() as usize);
+        let mut values = vec![0.0f32; rows * columns];
+        self.source.rows(&part.parameter, part.rows.clone(), &mut values).map_err(io::Error::other)?;
+        let turned: Vec<f32> = (0..columns)
+            .flat_map(|column| values.iter().skip(column).step_by(columns.max(1)))
+            .copied()
+            .collect();
+        let mut bytes = vec![0; dtype.bytes_for(turned.len() as u64).unwrap_or(0) as usize];
+        encode_stripe(&turned, dtype, &mut bytes).map_err(io::Error::other)?;
+        self.advance(turned.len() as u64);
+        out.write_all(&bytes)
     }
 
     /// Elements of as many parts by turns.

@@ -5,7 +5,7 @@ use plimsoll_model::{Activation, ExpertsSpec, MlpSpec, ModelSpec};
 
 use crate::StepError;
 use crate::adapter::Dropout;
-use crate::block::{Around, Chunk, Mover, Turn};
+use crate::block::{Around, Chunk, Mover, Turn, Turned};
 use crate::linear::Multiply;
 use crate::products::Products;
 use crate::rope::{RopeTable, RopeTables};
@@ -47,6 +47,8 @@ pub(crate) struct Context<'a> {
     /// u32 [N]: the position in its sequence of the first token of every token's document, where there are documents.
     pub documents: Option<&'a Tensor>,
     pub attention: AttentionShape,
+    /// How the queries of this pass see a cache of narrow vectors, where it is one.
+    pub turned: Option<&'a Turned>,
     pub attention_kind: AttentionKind,
     /// The feed-forward part takes this many tokens at a time, where it does not take all.
     pub mlp_chunk_tokens: Option<u64>,
@@ -91,6 +93,7 @@ impl<'a> Context<'a> {
             positions,
             documents: None,
             attention,
+            turned: None,
             attention_kind: AttentionKind::Flash,
             mlp_chunk_tokens: None,
             dropout: None,

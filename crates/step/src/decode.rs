@@ -16,7 +16,7 @@ use plimsoll_model::{BlockId, ModelSpec, Parameter, Role};
 use plimsoll_parallel::{Collectives, Communicator};
 
 use crate::StepError;
-use crate::block;
+use crate::block::{self, LatentCache};
 use crate::context::{Context, attention_shape};
 use crate::embedding;
 use crate::head::{self, Head, reshaped, rows};
@@ -53,7 +53,7 @@ pub struct DecodeSettings {
 impl DecodeSettings {
     /// Positions of a page.
     pub fn page_tokens(&self, spec: &ModelSpec) -> u64 {
-        page_positions(self.cache, spec.attention.head_dim).min(self.context.max(1))
+        page_positions(self.cache, LatentCache::widest_head(spec)).min(self.context.max(1))
     }
 
     /// Pages with which no sequence has to wait for another.
@@ -75,6 +75,8 @@ pub struct Decoder<'a> {
     weights: WeightStore<'a>,
     ropes: RopeTables,
     cache: KvCache<'a>,
+    /// How the cache is read where it has narrow vectors.
+    latent: Option<LatentCache>,
     /// The ranks that have the other layers, in their order.
     stages: Option<Box<dyn Communicator + 'a>>,
     /// Whether the others append what this one tells them.
@@ -101,7 +103,8 @@ impl<'a> Decoder<'a> {
         storage: WeightStorage<'_>,
     ) -> Result<Self, StepError> {
         let weights = WeightStore::new(device, tiers, &spec, storage, None)?;
-        let cache = KvCache::new(device, &spec, &settings, tiers)?;
+        let latent = LatentCache::of(&spec, &storage);
+        let cache = KvCache::new(device, &spec, &settings, latent, tiers)?;
         let ropes = RopeTables::new(device, &spec, settings.context)?;
         Ok(Decoder {
             device,
@@ -110,6 +113,7 @@ impl<'a> Decoder<'a> {
             weights,
             ropes,
             cache,
+            latent,
             stages: None,
             leads: false,
             sequences: (0..settings.sequences.max(1)).map(|_| Sequence::default()).collect(),
@@ -370,6 +374,9 @@ impl<'a> Decoder<'a> {
         let places = runs.iter().flat_map(|run| run.past..run.past + run.tokens);
         let positions = positions(device, n, places)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions);
+        let turned = self.latent.map(|latent| latent.turned(device, n)).transpose()?;
+        let attention = self.latent.map_or(ctx.attention, |latent| latent.shape(ctx.attention));
+        let ctx = Context { turned: turned.as_ref(), attention, ..ctx };
         let part = self.spec.part.clone();
         let experts = self.weights.expert_weights();
         let routes = Routes::default();
@@ -390,7 +397,8 @@ impl<'a> Decoder<'a> {
                 block::infer_keys(&ctx, &weights, &x, |qkv| cache.put(place, runs, qkv))?;
             } else {
                 x = block::infer(&ctx, &weights, x, |qkv, sinks| {
-                    cache.attend(&ctx, place, runs, (qkv, sinks))
+                    let (out, sums) = cache.attend(&ctx, place, runs, (qkv, sinks))?;
+                    Ok((block::values_of_cache(&ctx, &weights, out)?, sums))
                 })?;
             }
             drop(weights);

@@ -7,7 +7,8 @@ use crate::common::*;
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry, IGNORED_TARGET};
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Region, Tag, Tier};
-use plimsoll_model::{ModelSpec, RopeSpec, SlidingWindow};
+use plimsoll_model::adapter::TargetModules;
+use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec, Parameter, RopeSpec, SlidingWindow};
 use plimsoll_step::{
     DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, WeightStorage,
 };
@@ -207,6 +208,78 @@ fn losses_through_the_cache_are_those_of_the_whole() {
         let (sum, targets) = decoder.append_losses(&batch, 3).unwrap();
         assert_eq!((targets, other.arena().high_water()), (count, dry.arena().high_water()));
         assert!((sum - whole).abs() < 1e-3, "{sum} {whole}");
+    }
+}
+
+/// Latent attention caches one narrow vector of a token, which bf16 and blocks hold too; where the matrix that the queries take in has an
+/// adapter, it caches the keys and values of all heads.
+#[test]
+fn latent_attention_caches_a_narrow_vector() {
+    let spec = latent_mixture();
+    let adapted = |targets: &[&str]| {
+        let names = targets.iter().map(|target| (*target).to_owned()).collect();
+        let target_modules = TargetModules::Names(names);
+        let config = AdapterConfig { rank: 3, target_modules, ..AdapterConfig::default() };
+        AdapterLayout::new(&config, &spec).unwrap()
+    };
+    let [others, up] = [adapted(&["kv_a_proj_with_mqa", "o_proj"]), adapted(&["kv_b_proj"])];
+    let (tokens, targets) = tokens(4, 1, 16);
+    let batch = MicroBatch::new(&tokens, &targets);
+    let types: &dyn Fn(&Parameter) -> DType = &|_| DType::F32;
+    for (adapters, cache, row) in [
+        (None, DType::F32, 13 * 4),
+        (Some(&others), DType::F32, 13 * 4),
+        (Some(&others), DType::Bf16, 13 * 2),
+        (None, DType::Q8_0, 34),
+        (Some(&up), DType::F32, 2 * 4 * 10 * 4),
+    ] {
+        let storage = WeightStorage { adapters, ..WeightStorage::new(types) };
+        let settings = DecodeSettings { cache, context: 32, ..settings(5) };
+        let dry = Dry::new();
+        let mut planned = Decoder::new(&dry, &Arc::default(), spec.clone(), settings, storage).unwrap();
+        assert_eq!(dry.arena().ledger().live().get(Tag::KvCache), 3 * 32 * row, "{cache}");
+        planned.append_losses(&batch, 3).unwrap();
+        let device = device();
+        let mut real = Decoder::new(&device, &Arc::default(), spec.clone(), settings, storage).unwrap();
+        real.load(fill).unwrap();
+        let (sum, _) = real.append_losses(&batch, 3).unwrap();
+        assert_eq!(device.arena().high_water(), dry.arena().high_water());
+        let other = self::device();
+        let asked = EvaluateSettings { precision: Precision::F32, longest: 16, loss_chunk_tokens: 16 };
+        let mut whole = Evaluator::new(&other, &Arc::default(), spec.clone(), asked, storage).unwrap();
+        whole.load(fill).unwrap();
+        let (wanted, count) = whole.losses(1, &batch).unwrap();
+        let bound = if cache == DType::F32 { 1e-3 } else { 0.1 * count as f64 };
+        assert!((sum - wanted).abs() < bound, "{cache}: {sum} {wanted}");
+    }
+}
+
+/// Sequences that are decoded in one pass, with a cache of their own or in shared pages, have the bits of those that are alone.
+#[test]
+fn latent_attention_of_many_sequences_has_the_bits_of_one() {
+    let (tokens, _) = tokens(5, 3, 9);
+    for pages in [None, Some(6)] {
+        let settings = DecodeSettings { sequences: 3, pages, drafted_tokens: 2, ..settings(5) };
+        let device = device();
+        let mut many = decoder(&device, latent_mixture(), settings);
+        let prompts: Vec<&[u32]> = tokens.chunks(9).collect();
+        let lengths = [4, 6, 5];
+        for (sequence, length) in (0..).zip(lengths) {
+            many.append_to(sequence, &prompts[sequence as usize][..length]).unwrap();
+        }
+        let runs: Vec<(u32, &[u32])> =
+            (0..).zip(lengths).map(|(own, at)| (own, &prompts[own as usize][at..at + 3])).collect();
+        let together = many.decode(&runs).unwrap();
+        let mut alone = Vec::new();
+        for (sequence, tokens) in &runs {
+            let device = self::device();
+            let mut one = decoder(&device, latent_mixture(), self::settings(5));
+            one.append(&prompts[*sequence as usize][..lengths[*sequence as usize]]).unwrap();
+            for token in *tokens {
+                alone.extend(one.append(&[*token]).unwrap());
+            }
+        }
+        assert!(together == alone, "{pages:?}");
     }
 }
 

@@ -2,13 +2,17 @@
 //! that is made of it holds the very tensors, and what the format has no words for is refused.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, IGNORED_TARGET};
 use plimsoll_memory::Tier;
-use plimsoll_model::gguf::GgufFile;
-use plimsoll_model::{ModelFiles, Parameter, SafetensorsFile, SaveError, Target, Transcoder};
+use plimsoll_model::gguf::{GgufFile, GgufValue, MetadataEntry, NewGgufTensor, ValueType};
+use plimsoll_model::hf_config::read_config;
+use plimsoll_model::{
+    ModelError, ModelFiles, Parameter, Role, RowSource, SafetensorsFile, SaveError, Target, Transcoder,
+};
 use plimsoll_parallel::Solo;
 use plimsoll_plan::DryRun;
 use plimsoll_step::{
@@ -67,6 +71,14 @@ fn write_gguf(files: &ModelFiles, path: &Path, dtype: DType) -> Result<u64, Save
     Transcoder::new(files.spec(), files.weights(), &mut |_, _| {}).write_gguf(path, dtype, None)
 }
 
+/// A rotation with these weights.
+fn latent_yarn(mscale: f64, mscale_all_dim: f64) -> Value {
+    json!({ "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "mscale": mscale, "mscale_all_dim": mscale_all_dim,
+        "original_max_position_embeddings": 16, "rope_theta": 500.0,
+    } })
+}
+
 #[test]
 fn losses_are_kept_and_tensors_come_back() {
     let place = tempfile::tempdir().unwrap();
@@ -89,6 +101,11 @@ fn losses_are_kept_and_tensors_come_back() {
         ("phi3-longrope", &same),
         ("olmo2", &same),
         ("gpt-oss", &same),
+        ("deepseek-v2", &same),
+        ("deepseek-v2-groups", &latent_yarn(0.7, 0.7)),
+        ("deepseek-v3", &same),
+        ("deepseek-v3-yarn", &latent_yarn(1.0, 1.0)),
+        ("glm-4.7-flash", &same),
     ] {
         let folder = changed(family, keys, place.path());
         let (files, reference) = (ModelFiles::open(&folder).unwrap(), expected(family));
@@ -122,6 +139,7 @@ fn losses_are_kept_and_tensors_come_back() {
 
 const GATE_UP: &str = "model.layers.1.mlp.experts.gate_up_proj";
 const GATE_UP_BIAS: &str = "model.layers.1.mlp.experts.gate_up_proj_bias";
+const KV_UP: &str = "model.layers.1.self_attn.kv_b_proj.weight";
 const DOWN: &str = "model.layers.1.mlp.experts.down_proj";
 
 /// Tensors have the names of llama.cpp's own converter, and its orders of rows.
@@ -176,6 +194,17 @@ fn names_and_orders_are_those_of_llama_cpp() {
         (("blk.1.attn_output.bias", 2), ("model.layers.1.self_attn.o_proj.bias", 2), 0.0),
         (("blk.1.post_attention_norm.weight", 2), ("model.layers.1.post_attention_layernorm.weight", 2), 0.0),
     ];
+    // Four heads of 6 + 5 rows of 10: the half of keys is transposed.
+    let of_deepseek: &[Pair] = &[
+        (("blk.1.attn_k_b.weight", (2 * 10 + 3) * 6 + 4), (KV_UP, (2 * 11 + 4) * 10 + 3), 0.0),
+        (("blk.1.attn_v_b.weight", (2 * 5 + 1) * 10 + 7), (KV_UP, (2 * 11 + 6 + 1) * 10 + 7), 0.0),
+        (("blk.1.attn_kv_a_mqa.weight", 30), ("model.layers.1.self_attn.kv_a_proj_with_mqa.weight", 30), 0.0),
+        (("blk.1.attn_kv_a_norm.weight", 3), ("model.layers.1.self_attn.kv_a_layernorm.weight", 3), 0.0),
+        (("blk.1.attn_q_a.weight", 30), ("model.layers.1.self_attn.q_a_proj.weight", 30), 0.0),
+        (("blk.1.attn_q_a_norm.weight", 3), ("model.layers.1.self_attn.q_a_layernorm.weight", 3), 0.0),
+        (("blk.1.attn_q_b.weight", 30), ("model.layers.1.self_attn.q_b_proj.weight", 30), 0.0),
+        (("blk.1.exp_probs_b.bias", 1), ("model.layers.1.mlp.gate.e_score_correction_bias", 1), 0.0),
+    ];
     let usual_scale = json!({ "query_pre_attn_scalar": 8 });
     for (family, keys, pairs) in [
         ("llama", &json!({}), of_llama),
@@ -184,6 +213,7 @@ fn names_and_orders_are_those_of_llama_cpp() {
         ("gemma3", &usual_scale, of_gemma3),
         ("olmo2", &json!({}), of_olmo2),
         ("gpt-oss", &json!({}), of_gpt_oss),
+        ("deepseek-v3", &json!({}), of_deepseek),
     ] {
         let folder = changed(family, keys, place.path());
         let files = ModelFiles::open(&folder).unwrap();
@@ -198,6 +228,115 @@ fn names_and_orders_are_those_of_llama_cpp() {
     }
 }
 
+/// Converters before April 2025 wrote the matrix of keys and values whole, and the widths of heads under other keys.
+#[test]
+fn older_files_with_latent_attention_are_the_same_model() {
+    let place = tempfile::tempdir().unwrap();
+    let folder = changed("deepseek-v2-groups", &latent_yarn(0.7, 0.7), place.path());
+    let path = folder.join("model.gguf");
+    write_gguf(&ModelFiles::open(&folder).unwrap(), &path, DType::F32).unwrap();
+    let (file, stored) = (GgufFile::open(&path).unwrap(), tensors(&folder));
+    let metadata = file.metadata();
+    let older = |key: &str| match key.strip_prefix("deepseek2.attention.")? {
+        "head_count_kv" => Some(4),
+        "key_length" => Some(10),
+        "value_length" => Some(5),
+        _ => None,
+    };
+    let entries: Vec<(String, GgufValue)> = metadata
+        .entries()
+        .iter()
+        .filter(|entry| !entry.key.ends_with("_mla"))
+        .map(|MetadataEntry { key, kind, .. }| {
+            let value = match kind {
+                ValueType::String => GgufValue::String(metadata.str(key).unwrap().unwrap().to_owned()),
+                ValueType::F32 => GgufValue::F32(metadata.f64(key).unwrap().unwrap() as f32),
+                ValueType::Bool => GgufValue::Bool(metadata.bool(key).unwrap().unwrap()),
+                _ => GgufValue::U32(older(key).unwrap_or(metadata.u64(key).unwrap().unwrap() as u32)),
+            };
+            (key.clone(), value)
+        })
+        .collect();
+    let mut contents = Vec::new();
+    for tensor in file.tensors().iter().filter(|tensor| !tensor.name.ends_with("attn_v_b.weight")) {
+        let Some(layer) = tensor.name.strip_suffix(".attn_k_b.weight") else {
+            contents.push((tensor.name.clone(), tensor.shape.clone(), file.bytes(tensor).to_vec()));
+            continue;
+        };
+        let of_folder = format!("model.layers.{}.self_attn.kv_b_proj.weight", &layer["blk.".len()..]);
+        contents.push((format!("{layer}.attn_kv_b.weight"), vec![44, 10], stored[&of_folder].clone()));
+    }
+    let new: Vec<NewGgufTensor> = contents
+        .iter()
+        .map(|(name, shape, _)| NewGgufTensor { name: name.clone(), dtype: DType::F32, shape: shape.clone() })
+        .collect();
+    let old = folder.join("old.gguf");
+    plimsoll_model::gguf::write_gguf(&old, &entries, &new, |index, out| out.write_all(&contents[index].2))
+        .unwrap();
+    let [new, old] = [path, old].map(|path| ModelFiles::open(&path).unwrap());
+    assert_eq!(old.spec().attention, new.spec().attention);
+    for parameter in new.spec().parameters() {
+        let values = |files: &ModelFiles| {
+            let mut values = vec![0.0f32; parameter.elements() as usize];
+            files.weights().read_rows(&parameter, parameter.all_rows(), &mut values).unwrap();
+            values
+        };
+        assert!(values(&old) == values(&new), "{}", parameter.name);
+    }
+}
+
+/// The half of keys has blocks across the rows of its matrix: its values are taken, and kept in bf16.
+#[test]
+fn quantised_halves_of_latent_attention_give_their_values() {
+    let place = tempfile::tempdir().unwrap();
+    let sizes = json!({
+        "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32,
+        "q_lora_rank": null, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64,
+    });
+    let folder = changed("deepseek-v3", &sizes, place.path());
+    std::fs::remove_file(folder.join("model.safetensors")).unwrap();
+    let spec = read_config(&folder, "tiny".to_owned()).unwrap();
+    let path = folder.join("model.gguf");
+    Transcoder::new(&spec, &Waves, &mut |_, _| {}).write_gguf(&path, DType::Q8_0, None).unwrap();
+    let files = ModelFiles::open(&path).unwrap();
+    let file = GgufFile::open(&path).unwrap();
+    let halves = ["blk.1.attn_k_b.weight", "blk.1.attn_v_b.weight"];
+    assert_eq!(halves.map(|name| file.tensor(name).unwrap().dtype), [DType::Q8_0; 2]);
+    let mut seen = 0;
+    for parameter in spec.parameters().iter().filter(|p| p.role == Role::KvUpProj) {
+        let weights = files.weights();
+        assert_eq!(weights.inference_dtype(parameter, DType::F32), DType::Bf16);
+        let mut all = vec![0.0f32; parameter.elements() as usize];
+        let mut wanted = all.clone();
+        weights.read_rows(parameter, parameter.all_rows(), &mut all).unwrap();
+        Waves.rows(parameter, parameter.all_rows(), &mut wanted).unwrap();
+        // Half a step of 127, and the rounding of its factor to f16.
+        assert!(all.iter().zip(&wanted).all(|(a, b)| (a - b).abs() <= 0.6 / 127.0), "{}", parameter.name);
+        // Rows that begin and end within halves of heads.
+        let (rows, columns) = (20..100u64, parameter.columns() as usize);
+        let mut some = vec![0.0f32; 80 * columns];
+        weights.read_rows(parameter, rows, &mut some).unwrap();
+        assert!(some == all[20 * columns..100 * columns]);
+        let mut bf16 = vec![0; 2 * all.len()];
+        weights.read_into(parameter, DType::Bf16, &mut bf16).unwrap();
+        let rounded = bf16.chunks_exact(2).map(|x| f32::from_le_bytes([0, 0, x[0], x[1]]));
+        assert!(rounded.zip(&all).all(|(a, b)| (a - b).abs() <= b.abs() / 256.0));
+        seen += 1;
+    }
+    assert_eq!(seen, 3);
+}
+
+/// Weights that differ from element to element.
+struct Waves;
+
+impl RowSource for Waves {
+    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
+        let start = rows.start * parameter.columns();
+        (start..).zip(out).for_each(|(i, out)| *out = (i as f32 * 0.37).sin());
+        Ok(())
+    }
+}
+
 #[test]
 fn what_gguf_has_no_words_for_is_refused() {
     let place = tempfile::tempdir().unwrap();
@@ -208,6 +347,7 @@ fn what_gguf_has_no_words_for_is_refused() {
         ("gemma3", json!({ "query_pre_attn_scalar": 8, "final_logit_softcapping": 30.0 }), "soft caps"),
         ("llama", json!({ "hidden_act": "gelu" }), "activation"),
         ("gpt-oss", json!({ "swiglu_limit": 5.0 }), "activation"),
+        ("deepseek-v3-yarn", latent_yarn(0.9, 0.7), "mscale of its YaRN"),
     ] {
         let folder = changed(family, &keys, place.path());
         let files = ModelFiles::open(&folder).unwrap();

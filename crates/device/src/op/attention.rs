@@ -7,8 +7,8 @@ use crate::check::Description;
 use crate::cost::product_of;
 use crate::{AttentionShape, Compute, Cost, DType, Tensor};
 
-/// Values of the widest head.
-pub const MAX_HEAD_DIM: u64 = 512;
+/// Values of the widest head: that of the narrow vectors of DeepSeek-V2 and its successors.
+pub const MAX_HEAD_DIM: u64 = 576;
 
 /// Positions of a piece, where there are not too many pieces.
 const POSITIONS: u64 = 128;

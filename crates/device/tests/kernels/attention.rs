@@ -44,6 +44,8 @@ fn shapes() -> Vec<AttentionShape> {
     all.push(shape(2, [150, 150, 150], [2, 1, 8]));
     all.push(AttentionShape { window: Some(70), ..shape(1, [200, 200, 200], [1, 1, 72]) });
     all.push(AttentionShape { soft_cap: Some(0.7), ..shape(1, [130, 130, 130], [2, 1, 64]) });
+    // The widest heads.
+    all.push(AttentionShape { scale: 0.03, ..shape(1, [40, 40, 40], [2, 1, 576]) });
     all
 }
 
@@ -64,6 +66,9 @@ pub fn decoding_shapes() -> Vec<AttentionShape> {
         all.push(AttentionShape { window: Some(window), ..shape(1, [1, 700, capacity], [4, 1, 4]) });
         all.push(AttentionShape { window: Some(window), ..shape(2, [140, 900, capacity], [2, 1, 4]) });
     }
+    // The narrow vectors of latent attention, with more heads than are taken together.
+    all.push(AttentionShape { scale: 0.03, ..shape(1, [1, 300, 320], [19, 1, 576]) });
+    all.push(AttentionShape { scale: 0.03, ..shape(2, [5, 50, 60], [3, 1, 576]) });
     // Many queries to a key, heads wider than a vector, several pieces of positions and more than are aligned.
     all.push(shape(1, [1, 1000, 1000], [10, 2, 70]));
     all.push(shape(2, [1, 9000, 9000], [3, 1, 2]));

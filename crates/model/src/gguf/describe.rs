@@ -3,11 +3,11 @@
 
 use super::experts;
 use super::families::{
-    ARCHITECTURES, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, activation, attention_scale,
-    truncates, window_rhythm,
+    ARCHITECTURES, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, YARN_WEIGHT, YARN_WEIGHT_UNIT,
+    activation, attention_scale, first_of_architecture, truncates, window_rhythm,
 };
 use super::write::GgufValue;
-use crate::hf_config::OWN_MIXTURE;
+use crate::hf_config::{OWN_MIXTURE, latent_yarn_weights};
 use crate::save_error::SaveError;
 use crate::spec::{ModelSpec, NormKind, RopeScaling};
 use crate::tokenizer::GgufTokenizerFields;
@@ -26,11 +26,7 @@ pub(crate) struct Description {
 /// The shape has a trait that a reader of the file would not find in it.
 pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
     let fail = |reason: String| SaveError::Inexpressible { model: spec.name.clone(), target: "GGUF", reason };
-    // llama.cpp runs Mistral's and Mixtral's models as Llama's.
-    let family = match spec.architecture.as_str() {
-        "mistral" | "mixtral" => "llama",
-        other => other,
-    };
+    let family = first_of_architecture(&spec.architecture);
     if family == OWN_MIXTURE {
         return Err(fail(format!("{OWN_MIXTURE} is a family of Plimsoll's own; save it in a folder")));
     }
@@ -46,17 +42,32 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
     ];
     let mut set = |key: &str, value: GgufValue| entries.push((format!("{architecture}.{key}"), value));
     let attention = &spec.attention;
-    for (key, number) in [
+    // Of latent attention, those of the one head that a cache of narrow vectors is read as.
+    let [kv_heads, key_length, value_length] = match &attention.latent {
+        Some(latent) => [1, latent.kv_rank + attention.rotated_dim(), latent.kv_rank],
+        None => [attention.kv_heads, attention.head_dim, attention.head_dim],
+    };
+    let of_latent = attention.latent.iter().flat_map(|latent| {
+        let rank = latent.query_rank.map(|rank| ("attention.q_lora_rank", rank));
+        let others = [
+            ("attention.kv_lora_rank", latent.kv_rank),
+            ("attention.key_length_mla", attention.head_dim),
+            ("attention.value_length_mla", latent.value_dim),
+        ];
+        rank.into_iter().chain(others)
+    });
+    let of_all = [
         ("context_length", spec.max_position_embeddings),
         ("embedding_length", spec.hidden_size),
         ("block_count", u64::from(spec.num_layers)),
         ("feed_forward_length", spec.mlp.intermediate_size),
         ("attention.head_count", attention.heads),
-        ("attention.head_count_kv", attention.kv_heads),
-        ("attention.key_length", attention.head_dim),
-        ("attention.value_length", attention.head_dim),
+        ("attention.head_count_kv", kv_heads),
+        ("attention.key_length", key_length),
+        ("attention.value_length", value_length),
         ("vocab_size", spec.vocab_size),
-    ] {
+    ];
+    for (key, number) in of_all.into_iter().chain(of_latent) {
         let number =
             u32::try_from(number).map_err(|_| fail(format!("{key} {number} is beyond any model")))?;
         set(key, GgufValue::U32(number));
@@ -100,8 +111,18 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
                     return Err(fail(format!("truncate: {truncate} of its YaRN has no words there")));
                 }
                 scaling("yarn", *factor);
-                let usual = 0.1 * factor.max(1.0).ln() + 1.0;
-                set("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
+                match latent_yarn_weights(spec, *factor, *attention_factor) {
+                    Some((mscale, all)) if mscale != all => {
+                        return Err(fail("mscale of its YaRN is not mscale_all_dim".to_owned()));
+                    }
+                    Some((_, all)) => {
+                        set(YARN_WEIGHT, GgufValue::F32((all * YARN_WEIGHT_UNIT) as f32));
+                    }
+                    None => {
+                        let usual = 0.1 * factor.max(1.0).ln() + 1.0;
+                        set("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
+                    }
+                }
                 set("rope.scaling.yarn_beta_fast", GgufValue::F32(*beta_fast as f32));
                 set("rope.scaling.yarn_beta_slow", GgufValue::F32(*beta_slow as f32));
                 let original = *original_max_position_embeddings as u32;
@@ -163,9 +184,12 @@ fn unsaid(spec: &ModelSpec, family: &str) -> Option<String> {
     {
         return Some(format!("a window of {} tokens in these layers has no words there", window.size));
     }
+    // What YaRN makes of it in latent attention has a key.
+    let of_yarn = attention.latent.is_some()
+        && attention.rope.as_ref().is_some_and(|rope| matches!(rope.scaling, RopeScaling::Yarn { .. }));
     let usual = |scale: Option<f64>| scale.unwrap_or((attention.head_dim as f64).powf(-0.5));
     let read = attention_scale(family, spec.num_layers, spec.hidden_size, attention.heads);
-    if (usual(attention.scale) / usual(read) - 1.0).abs() > 1e-6 {
+    if !of_yarn && (usual(attention.scale) / usual(read) - 1.0).abs() > 1e-6 {
         return Some("its factor on attention scores is not its family's, and has no words there".to_owned());
     }
     let capped = [attention.soft_cap, spec.logit_soft_cap].map(|cap| cap.is_some());

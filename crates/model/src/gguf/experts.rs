@@ -14,12 +14,15 @@ fn normalises(family: &str) -> bool {
 }
 
 fn scoring(family: &str) -> Scoring {
-    if family == "glm4_moe" { Scoring::Sigmoid } else { Scoring::Softmax }
+    match family {
+        "glm4_moe" | "glm4_moe_lite" | "deepseek_v3" => Scoring::Sigmoid,
+        _ => Scoring::Softmax,
+    }
 }
 
 /// Whether files of a family may say other than that, and how many layers before the first one with experts have none.
 fn says_routing(family: &str) -> bool {
-    matches!(family, "glm4_moe" | "deepseek")
+    matches!(family, "glm4_moe" | "glm4_moe_lite" | "deepseek" | "deepseek_v2" | "deepseek_v3")
 }
 
 /// Whether a family of files can have experts.
@@ -73,7 +76,8 @@ pub(super) fn read(
     };
     let groups = match keys.u64("expert_group_count")?.filter(|count| *count > 1) {
         Some(count) => {
-            Some(ExpertGroups { count, chosen: keys.require_u64("expert_group_used_count")?, by_two: true })
+            let chosen = keys.require_u64("expert_group_used_count")?;
+            Some(ExpertGroups { count, chosen, by_two: family != "deepseek_v2" })
         }
         None => None,
     };
@@ -164,7 +168,7 @@ pub(super) fn unsaid(spec: &ModelSpec) -> Option<String> {
             "layers without experts behind the first one that has some have no words there".to_owned(),
         );
     }
-    if family == "deepseek" && router.normalise {
+    if matches!(family, "deepseek" | "deepseek_v2") && router.normalise {
         return Some("its router weighs experts in another way than its family's files".to_owned());
     }
     None

@@ -4,14 +4,15 @@ use plimsoll_device::DType;
 
 use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType, experts};
 use crate::convert::convert;
+use crate::hf_config::latent_scale_of;
 use crate::shown::Shown;
 use crate::spec::{
-    Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling,
-    RopeSpec, SlidingWindow,
+    Activation, AttentionSpec, LatentAttention, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec,
+    QkNorm, RopeScaling, RopeSpec, SlidingWindow,
 };
 
 /// Values of `general.architecture` that are read, and Hugging Face's `model_type` of each.
-pub(super) const ARCHITECTURES: [(&str, &str); 15] = [
+pub(super) const ARCHITECTURES: [(&str, &str); 16] = [
     ("llama", "llama"),
     ("qwen2", "qwen2"),
     ("qwen3", "qwen3"),
@@ -26,14 +27,22 @@ pub(super) const ARCHITECTURES: [(&str, &str); 15] = [
     ("olmoe", "olmoe"),
     ("glm4moe", "glm4_moe"),
     ("deepseek", "deepseek"),
+    (LATENT, "deepseek_v2"),
     ("gpt-oss", "gpt_oss"),
 ];
 
-/// Values of `general.architecture` that are known and not read, and why.
-const MISSING: [(&str, &str); 1] = [(
-    "deepseek2",
-    "has multi-head latent attention, which is read from Hugging Face folders and not from GGUF",
-)];
+/// The architecture of files with latent attention: DeepSeek-V2, V3 and their successors, GLM-4.7-Flash.
+pub(super) const LATENT: &str = "deepseek2";
+
+/// The name in [`ARCHITECTURES`] of a family that shares an architecture with another.
+pub(super) fn first_of_architecture(family: &str) -> &str {
+    match family {
+        // llama.cpp runs Mistral's and Mixtral's models as Llama's.
+        "mistral" | "mixtral" => "llama",
+        "deepseek_v3" | "glm4_moe_lite" => "deepseek_v2",
+        other => other,
+    }
+}
 
 /// The tensor that holds one factor for every rotary frequency, and those for contexts up to the original one and
 /// beyond.
@@ -45,10 +54,12 @@ pub(super) const ROPE_FACTORS_LONG: &str = "rope_factors_long.weight";
 const GEMMA3_LOCAL_THETA: f64 = 10_000.0;
 
 /// Tensors that are no parameters: the rotary factors, which the model's shape has taken in, frequencies that very old
-/// converters kept, the copy of a tied head, and GLM 4.5's layers behind the last.
+/// converters kept, the copy of a tied head, and the layers of GLM 4.5 and DeepSeek-V3 behind the last.
 pub(crate) fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
     let layer = tensor.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
-    if spec.architecture == "glm4_moe" && layer.is_some_and(|layer| layer >= spec.num_layers) {
+    if matches!(spec.architecture.as_str(), "glm4_moe" | "deepseek_v3")
+        && layer.is_some_and(|layer| layer >= spec.num_layers)
+    {
         return true;
     }
     [ROPE_FACTORS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG].contains(&tensor)
@@ -73,9 +84,6 @@ pub(crate) fn check_bias(file: &GgufFile, tensor: &GgufTensor) -> Result<(), Ggu
 pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, GgufError> {
     let metadata = file.metadata();
     let found = metadata.require("general.architecture", metadata.str("general.architecture")?)?;
-    if let Some((_, what)) = MISSING.iter().find(|(name, _)| *name == found) {
-        return Err(metadata.refuse("general.architecture", format!("{found} {what}")));
-    }
     let Some((prefix, family)) = ARCHITECTURES.into_iter().find(|(name, _)| *name == found) else {
         let names = ARCHITECTURES.map(|(name, _)| name);
         return Err(GgufError::Architecture {
@@ -89,9 +97,19 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
     let has = |tensor| file.tensor(tensor).is_some();
     let gemma = family.starts_with("gemma");
     let gpt2 = family == "gpt2";
+    // Routers of V3 and of its successors correct their choice.
+    let corrects = |t: &GgufTensor| t.name.ends_with(".exp_probs_b.bias");
+    let family = match prefix {
+        LATENT if file.tensors().iter().any(corrects) => "deepseek_v3",
+        _ => family,
+    };
     let hidden_size = keys.require_u64("embedding_length")?;
     let heads = keys.require_u64("attention.head_count")?;
-    let head_dim = head_dim(&keys, hidden_size, heads)?;
+    let latent = latent(&keys)?;
+    let head_dim = match latent {
+        Some((_, head_dim)) => head_dim,
+        None => head_dim(&keys, hidden_size, heads)?,
+    };
     // Those behind the last that predict further tokens are none of the model's.
     let further = keys.u64("nextn_predict_layers")?.unwrap_or(0);
     let num_layers = keys.require_u64("block_count")?.saturating_sub(further);
@@ -101,7 +119,11 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
     let vocab_size = embedding.shape.first().copied().unwrap_or(0);
     let mut attention = AttentionSpec {
         heads,
-        kv_heads: keys.u64("attention.head_count_kv")?.unwrap_or(heads),
+        // Files say 1 for the one narrow vector.
+        kv_heads: match latent {
+            Some(_) => heads,
+            None => keys.u64("attention.head_count_kv")?.unwrap_or(heads),
+        },
         head_dim,
         qkv_bias: has("blk.0.attn_q.bias") || has("blk.0.attn_qkv.bias"),
         output_bias: has("blk.0.attn_output.bias"),
@@ -117,10 +139,14 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         scale: None,
         soft_cap: None,
         sinks: has("blk.0.attn_sinks.weight"),
-        latent: None,
+        latent: latent.map(|(latent, _)| latent),
     };
     if !gpt2 {
         attention.rope = Some(rope(file, &keys, head_dim)?);
+    }
+    attention.scale = attention_scale(family, num_layers, hidden_size, heads);
+    if attention.latent.is_some() {
+        scale_latent(&keys, &mut attention)?;
     }
     if family == "gemma3_text" {
         let theta = keys.f64("rope.freq_base_swa")?.unwrap_or(GEMMA3_LOCAL_THETA);
@@ -131,7 +157,6 @@ pub(crate) fn model_spec(file: &GgufFile, name: String) -> Result<ModelSpec, Ggu
         attention.soft_cap = Some(keys.f64("attn_logit_softcapping")?.unwrap_or(50.0));
         logit_soft_cap = Some(keys.f64("final_logit_softcapping")?.unwrap_or(30.0));
     }
-    attention.scale = attention_scale(family, num_layers, hidden_size, heads);
     // Mistral's models are Llama's with a window, and Mixtral's Llama's with experts.
     let windowed = family == "llama" && attention.sliding_window.is_some();
     let mixed = family == "llama" && keys.u64("expert_count")?.is_some_and(|count| count > 0);
@@ -266,6 +291,48 @@ impl Keys<'_> {
         self.metadata.refuse(&self.key(key), reason)
     }
 }
+
+/// Latent attention and the width of its heads' keys, in files of the architecture that has it. Those of before April 2025 say the widths of
+/// heads where others say those of the narrow vector.
+fn latent(keys: &Keys<'_>) -> Result<Option<(LatentAttention, u64)>, GgufError> {
+    if keys.prefix != LATENT {
+        return Ok(None);
+    }
+    let width = |key: &str| match keys.u64(&format!("{key}_mla"))? {
+        Some(width) => Ok(width),
+        None => keys.require_u64(key),
+    };
+    let attention = LatentAttention {
+        query_rank: keys.u64("attention.q_lora_rank")?.filter(|rank| *rank > 0),
+        kv_rank: keys.require_u64("attention.kv_lora_rank")?,
+        value_dim: width("attention.value_length")?,
+    };
+    Ok(Some((attention, width("attention.key_length")?)))
+}
+
+/// YaRN in latent attention, whose weights `mscale` and `mscale_all_dim` are one in files: what it does to cosines is undone, and it makes
+/// the scores larger instead.
+fn scale_latent(keys: &Keys<'_>, attention: &mut AttentionSpec) -> Result<(), GgufError> {
+    let weight = keys.f64(YARN_WEIGHT)?.unwrap_or(0.0) / YARN_WEIGHT_UNIT;
+    let head_dim = attention.head_dim;
+    let Some(RopeSpec { scaling: RopeScaling::Yarn { factor, attention_factor, .. }, .. }) =
+        &mut attention.rope
+    else {
+        return Ok(());
+    };
+    if !(0.0..=100.0).contains(&weight) {
+        return Err(keys.refuse(YARN_WEIGHT, format!("is {}, which is no weight", weight * YARN_WEIGHT_UNIT)));
+    }
+    if weight > 0.0 && *factor > 1.0 {
+        *attention_factor = 1.0;
+        attention.scale = Some(latent_scale_of(head_dim, *factor, weight));
+    }
+    Ok(())
+}
+
+/// The weight of YaRN in latent attention, a tenth of Hugging Face's `mscale_all_dim`.
+pub(super) const YARN_WEIGHT: &str = "rope.scaling.yarn_log_multiplier";
+pub(super) const YARN_WEIGHT_UNIT: f64 = 0.1;
 
 fn head_dim(keys: &Keys<'_>, hidden_size: u64, heads: u64) -> Result<u64, GgufError> {
     let head_dim = match keys.u64("attention.key_length")? {

@@ -2,9 +2,12 @@
 //!
 //! Converters for llama.cpp reorder the rows of q and k of `llama` models, which Mistral's are too, and of DeepSeek's within every head,
 //! because it rotates neighbouring pairs (2i, 2i + 1) of these where Hugging Face rotates (i, i + dims / 2); and they
-//! store the norms of Gemma as 1 + weight.
+//! store the norms of Gemma as 1 + weight. Of latent attention they store the halves of `kv_b_proj` as a cache of narrow vectors wants them:
+//! the keys' `[heads, kv_rank, D - R]`, transposed, and the values' `[heads, V, kv_rank]`; files of before April 2025 have it whole.
 
-use crate::layout::{StoredTensor, fuse};
+use std::ops::Range;
+
+use crate::layout::{StoredPart, StoredTensor, fuse};
 use crate::parameters::{BlockId, Parameter, ParameterKind, Role};
 use crate::source::RowOrder;
 use crate::spec::ModelSpec;
@@ -12,12 +15,47 @@ use crate::spec::ModelSpec;
 /// What a token is multiplied with for the weight of the shared expert, a vector.
 pub(crate) const SHARED_ROUTER: &str = "ffn_gate_inp_shexp.weight";
 
+/// The matrix of both halves, in files that have it whole.
+pub(crate) const WHOLE_KV_UP: &str = "attn_kv_b.weight";
+
 /// What a GGUF file stores of a block.
 pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
+    let halved = |tensor: StoredTensor| match tensor.is_of(|role| role == Role::KvUpProj) {
+        true => halves(spec, tensor),
+        false => vec![tensor],
+    };
+    gguf_block_with_whole_kv_up(spec, block).into_iter().flat_map(halved).collect()
+}
+
+/// The halves of a matrix that makes keys and values of heads.
+fn halves(spec: &ModelSpec, whole: StoredTensor) -> Vec<StoredTensor> {
+    let attention = &spec.attention;
+    let plain = attention.head_dim.saturating_sub(attention.rotated_dim());
+    let of_head = plain + attention.value_dim();
+    let Some(parameter) = whole.parts.into_iter().next().map(|part| part.parameter) else {
+        return Vec::new();
+    };
+    let half = |name: &str, own: Range<u64>, rows| {
+        let parts = (0..attention.heads).map(|head| StoredPart {
+            parameter: parameter.clone(),
+            rows: head * of_head + own.start..head * of_head + own.end,
+        });
+        let tensor = StoredTensor::of_rows(in_layer(&parameter, name), parts.collect());
+        StoredTensor { rows, stack: Some(attention.heads), ..tensor }
+    };
+    vec![
+        half("attn_k_b.weight", 0..plain, RowOrder::Transposed { total: plain, first: 0, step: 1 }),
+        half("attn_v_b.weight", plain..of_head, RowOrder::Natural),
+    ]
+}
+
+/// The same of a file that has the matrix of keys and values of latent attention whole.
+pub(crate) fn gguf_block_with_whole_kv_up(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
     let parameters = spec.block_parameters(block);
     let mut tensors = match spec.architecture.as_str() {
         "gpt2" | "phi3" => fuse(parameters, fused_name, false),
         "glm4_moe" | "gpt_oss" => fuse(parameters, glm_name, false),
+        _ if spec.attention.latent.is_some() => fuse(parameters, latent_name, false),
         _ => fuse(parameters, plain_name, false),
     };
     for tensor in &mut tensors {
@@ -49,6 +87,20 @@ fn glm_name(parameter: &Parameter) -> String {
         Role::MlpNorm => in_layer(parameter, "post_attention_norm.weight"),
         _ => plain_name(parameter),
     }
+}
+
+/// The norms of latent attention are those of its narrow vectors.
+fn latent_name(parameter: &Parameter) -> String {
+    let part = match parameter.role {
+        Role::QDownProj => "attn_q_a.weight",
+        Role::QNorm => "attn_q_a_norm.weight",
+        Role::QUpProj => "attn_q_b.weight",
+        Role::KvDownProj => "attn_kv_a_mqa.weight",
+        Role::KNorm => "attn_kv_a_norm.weight",
+        Role::KvUpProj => WHOLE_KV_UP,
+        _ => return plain_name(parameter),
+    };
+    in_layer(parameter, part)
 }
 
 fn plain_name(parameter: &Parameter) -> String {
@@ -94,7 +146,7 @@ fn plain_name(parameter: &Parameter) -> String {
         Role::SharedUpProj => "ffn_up_shexp.weight",
         Role::SharedDownProj => "ffn_down_shexp.weight",
         Role::SharedRouter => SHARED_ROUTER,
-        // Adapters have files of their own, and loads none; models with latent attention or experts without matrices are not written.
+        // Adapters have files of their own, and loads none; models with experts without matrices are not written.
         Role::QDownProj
         | Role::QUpProj
         | Role::KvDownProj

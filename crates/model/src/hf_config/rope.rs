@@ -190,15 +190,20 @@ pub(super) fn latent_scale(config: &Keys, head_dim: u64) -> Result<Option<f64>, 
     if weight < 0.0 {
         return Err(rope.refuse("mscale_all_dim", format!("is {weight}; it is 0 or more")));
     }
-    Ok((weight > 0.0 && factor > 1.0).then(|| scaled(head_dim, factor, weight)))
+    Ok((weight > 0.0 && factor > 1.0).then(|| latent_scale_of(head_dim, factor, weight)))
 }
 
-fn scaled(head_dim: u64, factor: f64, weight: f64) -> f64 {
+/// The same by the factor of YaRN and `mscale_all_dim`.
+pub(crate) fn latent_scale_of(head_dim: u64, factor: f64, weight: f64) -> f64 {
     (head_dim as f64).powf(-0.5) * yarn_scale(factor, weight).powi(2)
 }
 
 /// The weights `mscale` and `mscale_all_dim` of a YaRN rotation in latent attention.
-fn latent_weights(spec: &ModelSpec, factor: f64, attention_factor: f64) -> Option<(f64, f64)> {
+pub(crate) fn latent_yarn_weights(
+    spec: &ModelSpec,
+    factor: f64,
+    attention_factor: f64,
+) -> Option<(f64, f64)> {
     spec.attention.latent?;
     let head_dim = spec.attention.head_dim;
     // To the digits that somebody may have written.
@@ -257,7 +262,7 @@ pub(super) fn write_scaling(spec: &ModelSpec, rope: &RopeSpec) -> Value {
                 "original_max_position_embeddings": whole(*original_max_position_embeddings),
                 "truncate": truncate,
             });
-            if let Some((mscale, all)) = latent_weights(spec, *factor, *attention_factor) {
+            if let Some((mscale, all)) = latent_yarn_weights(spec, *factor, *attention_factor) {
                 yarn["mscale"] = json!(mscale);
                 yarn["mscale_all_dim"] = json!(all);
             }

@@ -119,7 +119,6 @@ fn parts(
     packed: Option<Arc<Packed>>,
 ) -> impl Iterator<Item = (Parameter, StoredAt)> {
     let row_bytes = bytes.len() / stored.total_rows().max(1) as usize;
-    let size = bytes.len() / (stored.total_rows() * stored.columns()).max(1) as usize;
     let mut in_columns = stored.columns_of_parts().unwrap_or_default().into_iter();
     let StoredTensor { parts, rows, plus_one, .. } = stored;
     let mut before = 0;
@@ -138,7 +137,7 @@ fn parts(
             _ if packed.is_some() => (bytes.clone(), RowOrder::Natural),
             // Columns lie all over their matrix.
             (Some(own), rows) => {
-                let length = own.matrix_elements() as usize * size;
+                let length = dtype.bytes_for(own.matrix_elements()).unwrap_or(0) as usize;
                 let start = bytes.start + own.matrix as usize * length;
                 let rows = match rows {
                     RowOrder::Alternating { of, .. } => RowOrder::Alternating { of, first: own.first },

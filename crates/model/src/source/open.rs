@@ -8,7 +8,7 @@ use plimsoll_memory::FileMap;
 use super::inventory::{Candidate, Inventory};
 use super::packed::{self, Found, Span};
 use super::{Format, ModelError, ModelFiles};
-use crate::gguf::{GgufFile, SHARED_ROUTER, families, gguf_block};
+use crate::gguf::{GgufFile, SHARED_ROUTER, WHOLE_KV_UP, families, gguf_block, gguf_block_with_whole_kv_up};
 use crate::hf_config::{self, CONFIG_NAME};
 use crate::layout::{hf_block, hf_prefix};
 use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
@@ -144,7 +144,9 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
         );
     }
     file.release();
-    let weights = inventory.match_with(&spec, gguf_block, vec![file.into_map()])?;
+    let is_whole = file.tensors().iter().any(|tensor| tensor.name.ends_with(WHOLE_KV_UP));
+    let layout = if is_whole { gguf_block_with_whole_kv_up } else { gguf_block };
+    let weights = inventory.match_with(&spec, layout, vec![file.into_map()])?;
     Ok(ModelFiles { path: path.to_owned(), format: Format::Gguf, spec, weights })
 }
 

@@ -128,6 +128,15 @@ impl WeightSource {
                 out.iter_mut().zip(own).for_each(|(out, value)| *out = *value);
                 file.release(place.bytes.clone());
             }
+            RowOrder::Transposed { total, first, step } if place.dtype.is_block() => {
+                let mut all = vec![0.0; columns * total as usize];
+                read(bytes, &mut all)?;
+                for (row, out) in rows.zip(out.chunks_exact_mut(columns.max(1))) {
+                    let own = all.iter().skip((first + row * step) as usize).step_by(total.max(1) as usize);
+                    out.iter_mut().zip(own).for_each(|(out, value)| *out = *value);
+                }
+                file.release(place.bytes.clone());
+            }
             RowOrder::Transposed { total, first, step } => {
                 let size = place.dtype.block_bytes() as usize;
                 let (count, step) = ((rows.end - rows.start) as usize, step.max(1) as usize);

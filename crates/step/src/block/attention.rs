@@ -22,6 +22,9 @@ pub(super) fn project_qkv(
     weights: &BlockWeights,
     normed: &Tensor,
 ) -> Result<Qkv, StepError> {
+    if let Some(turned) = ctx.turned {
+        return turned.project(ctx, weights, normed);
+    }
     if let Some(heads) = latent::Heads::of(ctx) {
         return heads.project(ctx, weights, normed);
     }

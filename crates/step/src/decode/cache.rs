@@ -1,4 +1,5 @@
-//! The key-value cache: keys and values of every layer, of layers with a sliding window only as many as are still seen.
+//! The key-value cache: keys and values of every layer, of layers with a sliding window only as many as are still seen. Of latent
+//! attention it has the narrow vectors, which are the keys and the values of one head.
 //! They are in memory, or on a lower tier, from where a layer's come when its turn is near. In memory those of layers that see
 //! everything may lie in pages that all sequences share ([`pages`](super::pages)).
 
@@ -14,7 +15,7 @@ use rustc_hash::FxHashMap;
 use super::DecodeSettings;
 use super::pages::Pages;
 use crate::StepError;
-use crate::block::{self, Qkv};
+use crate::block::{self, LatentCache, Qkv};
 use crate::context::Context;
 use crate::head::{reshaped, rows};
 use crate::tier::{Extents, Parcel, Parcels, Use};
@@ -27,6 +28,8 @@ pub(super) struct KvCache<'a> {
     device: &'a dyn Device,
     layers: Vec<Geometry>,
     head_dim: u64,
+    /// Whether values lie beside the keys, and are not their first columns.
+    has_values: bool,
     row_bytes: u64,
     /// Those that live on the device.
     resident: FxHashMap<Place, [Tensor; 2]>,
@@ -76,6 +79,7 @@ impl<'a> KvCache<'a> {
         device: &'a dyn Device,
         spec: &ModelSpec,
         settings: &DecodeSettings,
+        latent: Option<LatentCache>,
         tiers: &Arc<LowerTiers>,
     ) -> Result<Self, StepError> {
         let DecodeSettings { cache: dtype, cache_tier: tier, context, sequences, .. } = *settings;
@@ -83,7 +87,18 @@ impl<'a> KvCache<'a> {
             return Err(StepError::CacheType { dtype });
         }
         let attention = &spec.attention;
-        let columns = attention.kv_heads.saturating_mul(dtype.cached_columns(attention.head_dim));
+        let (kv_heads, head_dim) = match latent {
+            Some(latent) => (1, latent.width()),
+            None => (attention.kv_heads, attention.head_dim),
+        };
+        let (columns, has_values) =
+            (kv_heads.saturating_mul(dtype.cached_columns(head_dim)), latent.is_none());
+        // Keys and values, or rows that are both.
+        let new = |sizes: &[u64], [k, v]: [&'static str; 2]| -> Result<[Tensor; 2], StepError> {
+            let k = device.alloc(dtype, sizes, Tag::KvCache, k)?;
+            let v = if has_values { device.alloc(dtype, sizes, Tag::KvCache, v)? } else { k.clone() };
+            Ok([k, v])
+        };
         let geometry = |layer| {
             let window = attention.window(layer);
             let capacity = window.map_or(context, |window| {
@@ -105,19 +120,17 @@ impl<'a> KvCache<'a> {
             device.enter(Phase::Setup, Some(layer));
             tiers.enter(Phase::Setup, Some(layer));
             if let (Some(pages), None) = (&pages, window) {
-                let alloc = |name| device.alloc(dtype, &[pages.rows(), columns], Tag::KvCache, name);
-                pooled.insert(layer, [alloc("k.pages")?, alloc("v.pages")?]);
+                pooled.insert(layer, new(&[pages.rows(), columns], ["k.pages", "v.pages"])?);
                 continue;
             }
             let sequences = u32::try_from(sequences.max(1)).unwrap_or(u32::MAX);
             for place in (0..sequences).map(|sequence| (layer, sequence)) {
                 if tier == Tier::Device {
-                    let alloc = |name| device.alloc(dtype, &sizes, Tag::KvCache, name);
-                    resident.insert(place, [alloc("k")?, alloc("v")?]);
+                    resident.insert(place, new(&sizes, ["k", "v"])?);
                     continue;
                 }
                 let mut parcel = Parcel::new();
-                for part in 0..2 {
+                for part in 0..1 + usize::from(has_values) {
                     parcel.add(part, dtype, &sizes);
                 }
                 parcel.settle(tiers, tier, Tag::KvCache, "kv")?;
@@ -127,8 +140,19 @@ impl<'a> KvCache<'a> {
         device.enter(Phase::Setup, None);
         let away = Parcels::of(device, tiers, parcels, BUFFERS, "kv.staging")?;
         let row_bytes = dtype.bytes_for(columns).unwrap_or(0);
-        let (head_dim, new_rows) = (attention.head_dim, Vec::new());
-        Ok(KvCache { device, layers, head_dim, row_bytes, resident, pooled, pages, new_rows, away })
+        let new_rows = Vec::new();
+        Ok(KvCache {
+            device,
+            layers,
+            head_dim,
+            has_values,
+            row_bytes,
+            resident,
+            pooled,
+            pages,
+            new_rows,
+            away,
+        })
     }
 
     /// Whether there are pages for sequences that become so long.
@@ -201,21 +225,9 @@ impl<'a> KvCache<'a> {
         self.away.announce(places.map(Use::of))
     }
 
-    /// Attention of a layer `[N, heads * V]`, V being the width of a head's values, with the log-sum-exps of the runs: the keys and values of every run are put into the cache,
-    /// and its queries see all that is there of its sequence, beside the sinks of heads where there are any.
+    /// Attention of a layer, as wide as the queries, with the log-sum-exps of the runs: the keys and values of every run are put into the
+    /// cache, and its queries see all that is there of its sequence, beside the sinks of heads where there are any.
     pub fn attend(
-        &mut self,
-        ctx: &Context<'_>,
-        layer: u32,
-        runs: &[Run],
-        (qkv, sinks): (&Qkv, Option<&Tensor>),
-    ) -> Result<(Tensor, Vec<Tensor>), StepError> {
-        let (out, sums) = self.attend_in_heads_of_keys(ctx, layer, runs, (qkv, sinks))?;
-        Ok((block::narrowed(ctx, out)?, sums))
-    }
-
-    /// The same in heads as wide as keys are.
-    fn attend_in_heads_of_keys(
         &mut self,
         ctx: &Context<'_>,
         layer: u32,
@@ -305,11 +317,16 @@ impl<'a> KvCache<'a> {
 
     /// Puts the keys and values of all runs in the pages of a layer.
     fn write_rows(&self, [k, v]: [&Tensor; 2], qkv: &Qkv) -> Result<(), StepError> {
-        for (x, cache) in [(&qkv.k, k), (&qkv.v, v)] {
+        for (x, cache) in self.written([(&qkv.k, k), (&qkv.v, v)]) {
             let (rows, head_dim) = (&self.new_rows, self.head_dim);
             self.device.run(Attention::WriteRows { x, cache, rows, head_dim })?;
         }
         Ok(())
+    }
+
+    /// What of new keys and values is written.
+    fn written<T>(&self, [keys, values]: [T; 2]) -> impl Iterator<Item = T> + use<T> {
+        std::iter::once(keys).chain(self.has_values.then_some(values))
     }
 
     /// Puts keys and values `[N, kv_heads * D]` of a run in their rows of a layer, and gives back all that it holds,
@@ -329,11 +346,12 @@ impl<'a> KvCache<'a> {
                 let mut views = self.away.gather(place)?.into_iter().map(|(_, tensor)| tensor);
                 match (views.next(), views.next()) {
                     (Some(k), Some(v)) => [k, v],
+                    (Some(k), None) if !self.has_values => [k.clone(), k],
                     _ => return Err(missing),
                 }
             }
         };
-        for (x, cache) in [(keys, &k), (values, &v)] {
+        for (x, cache) in self.written([(keys, &k), (values, &v)]) {
             self.device.run(Attention::WriteCache { x, cache, first: run.past, head_dim: self.head_dim })?;
         }
         Ok((k, v))
@@ -378,7 +396,7 @@ mod tests {
                 pages: None,
                 drafted_tokens: 0,
             };
-            let mut cache = KvCache::new(&dry, &spec, &settings, &tiers).unwrap();
+            let mut cache = KvCache::new(&dry, &spec, &settings, None, &tiers).unwrap();
             let run = Run { sequence: 1, past, tokens: n, singly: false };
             cache.begin(&[run]).unwrap();
             for layer in 0..5 {

@@ -5,8 +5,8 @@
 
 // Keys or queries that are taken together: one for each thread.
 #define TOGETHER THREADS
-// Values of a head that a thread adds up at most.
-#define PARTS 2
+// Values of a head that a thread adds up at most: heads are no wider than PARTS * THREADS.
+#define PARTS 3
 
 // A query, or what lies like one.
 __device__ inline float query_value(const Shape& s, View x, u64 batch, u64 i, u64 head, u64 d) {
@@ -139,7 +139,7 @@ KERNEL(attention_backward_queries, const float* flag, View q, View k, View v, co
         from_above[d] = query_value(s, dout, batch, i, head, d);
     }
     __syncthreads();
-    float values[PARTS] = {0.0f, 0.0f};
+    float values[PARTS] = {};
     u64 low = earliest(s, position, document), end = position + 1;
     low = low > s.first ? low : s.first;
     end = end < s.first + s.kv_capacity ? end : s.first + s.kv_capacity;
@@ -191,7 +191,7 @@ KERNEL(attention_backward_keys, const float* flag, View q, View k, View v, const
         own_value[d] = narrowed(s, load_cached(v, place + d));
     }
     __syncthreads();
-    float of_key[PARTS] = {0.0f, 0.0f}, of_value[PARTS] = {0.0f, 0.0f};
+    float of_key[PARTS] = {}, of_value[PARTS] = {};
     u64 first_query = key > before ? key - before : 0;
     for (u64 head = kv_head * group; head < (kv_head + 1) * group; head++) {
         for (u64 tile = first_query; tile < s.q_len; tile += TOGETHER) {

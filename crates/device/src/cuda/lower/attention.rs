@@ -2,10 +2,17 @@
 
 use super::parameters::{Boxes, Emit, View, plain, vector_blocks};
 use crate::cuda::CudaError;
-use crate::{Attention, AttentionShape, Compute, DType, KeyPiece, PiecedAttention, Running, Sink, Tensor};
+use crate::{
+    Attention, AttentionShape, Compute, DType, KeyPiece, MAX_HEAD_DIM, PiecedAttention, Running, Sink, Tensor,
+};
 
 /// Queries or keys that a block takes together: `TOGETHER` of the kernels.
 const TOGETHER: u64 = 256;
+/// Values of a head that a thread of a block has: `PARTS` of the kernels.
+const PARTS: u64 = 3;
+
+const _: () = assert!(MAX_HEAD_DIM <= PARTS * TOGETHER);
+
 /// Threads of a warp, of which each has a query's head where their numbers are summed.
 const WARP: u64 = 32;
 /// Queries that a block has on tensor cores: `QUERIES` of the kernels. For few of them it would mostly multiply zeros.

@@ -1,6 +1,6 @@
 //! Attention of one query of each head, which is what a decoding step has: time is what the cache takes to arrive.
 //!
-//! A task is a piece of the positions and a kv head; the query heads of the group share its reading of keys and values.
+//! A task is a piece of the positions and a kv head, with as many query heads of its group as share a reading of keys and values.
 //! Every piece leaves its maximum, the sum of its exponentials and the weighted sum of its values, which are then put
 //! together in the order of the positions. Pieces are cut by the shape alone. (Split over the keys: "Flash-Decoding",
 //! Dao, Haziza, Massa, Sizov 2023.)
@@ -51,6 +51,11 @@ impl<'a> Parts<'a> {
     fn rows(&self) -> usize {
         self.g.batch * self.g.heads
     }
+
+    /// Tasks of a piece: query heads that are taken together.
+    fn units(&self) -> usize {
+        self.g.batch * self.g.kv_heads * self.g.group().div_ceil(MAX_TOGETHER)
+    }
 }
 
 /// Sequences of one query, all with heads of one kind. False where any of them is better taken by tiles; then nothing is done.
@@ -69,7 +74,7 @@ pub(super) fn forward(
     for g in sequences {
         let Some(own) = Parts::of(*g, count, tasks) else { return false };
         count += own.rows() * own.pieces;
-        tasks += g.batch * g.kv_heads * own.pieces;
+        tasks += own.units() * own.pieces;
         all.push(own);
     }
     let Some(values) = workspace.get_mut(..count * part) else { return false };
@@ -78,17 +83,19 @@ pub(super) fn forward(
         let own = &all[all.partition_point(|own| own.tasks <= task) - 1];
         let Parts { g, start, positions, first, pieces, tasks } = *own;
         let decode = Decode { exec, g, q, k, v };
-        let (task, units) = (task - tasks, g.batch * g.kv_heads);
+        let (task, units) = (task - tasks, own.units());
         let (unit, piece) = (task % units, task / units);
+        // Heads of a group that are not taken together follow each other: what the first have read is near.
+        let together = g.group().div_ceil(MAX_TOGETHER);
+        let (unit, part) = (unit / together, unit % together);
         let (batch, kv_head) = (unit / g.kv_heads, unit % g.kv_heads);
+        let head = kv_head * g.group() + part * MAX_TOGETHER;
+        let count = MAX_TOGETHER.min((kv_head + 1) * g.group() - head);
         let begin = (first + piece) * positions;
-        for head in (kv_head * g.group()..(kv_head + 1) * g.group()).step_by(MAX_TOGETHER) {
-            let count = MAX_TOGETHER.min((kv_head + 1) * g.group() - head);
-            let index = |i: usize| start + (batch * g.heads + head + i) * pieces + piece;
-            // SAFETY: every part of every head is written by one task.
-            let parts = std::array::from_fn(|i| (i < count).then(|| unsafe { shared.part(index(i)) }));
-            decode.piece(batch, head, begin..begin + positions, parts, worker.scratch);
-        }
+        let index = |i: usize| start + (batch * g.heads + head + i) * pieces + piece;
+        // SAFETY: every part of every head is written by one task.
+        let parts = std::array::from_fn(|i| (i < count).then(|| unsafe { shared.part(index(i)) }));
+        decode.piece(batch, head, begin..begin + positions, parts, worker.scratch);
     });
     let values = &*values;
     // Sequences have the same heads, so that those of all are numbered through.
