@@ -13,6 +13,9 @@ use crate::parameters::{BlockId, Parameter};
 /// 2^50: a thousand times the largest models, and small enough that no size in bytes overflows.
 const MAX_PARAMETERS: u128 = 1 << 50;
 
+/// Heads of latent attention at most: in GGUF files each has a place of its own.
+const MAX_LATENT_HEADS: u64 = 1 << 12;
+
 /// A model's shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
@@ -521,6 +524,10 @@ impl AttentionSpec {
                 "v_head_dim",
                 format_args!("values of {value_dim} are wider than keys of {head_dim}"),
             );
+        }
+        if self.heads > MAX_LATENT_HEADS {
+            let reason = format_args!("{} is beyond any model (at most {MAX_LATENT_HEADS})", self.heads);
+            return fail("num_attention_heads", reason);
         }
         if self.kv_heads != self.heads {
             return fail(

@@ -270,9 +270,19 @@ fn older_files_with_latent_attention_are_the_same_model() {
         .iter()
         .map(|(name, shape, _)| NewGgufTensor { name: name.clone(), dtype: DType::F32, shape: shape.clone() })
         .collect();
-    let old = folder.join("old.gguf");
-    plimsoll_model::gguf::write_gguf(&old, &entries, &new, |index, out| out.write_all(&contents[index].2))
-        .unwrap();
+    let write = |name: &str, entries: &[(String, GgufValue)]| {
+        let path = folder.join(name);
+        let content = |index: usize, out: &mut dyn std::io::Write| out.write_all(&contents[index].2);
+        plimsoll_model::gguf::write_gguf(&path, entries, &new, content).unwrap();
+        path
+    };
+    let old = write("old.gguf", &entries);
+    // Heads have places of their own: a number that nobody has takes no memory.
+    let mut lying = entries;
+    let heads = lying.iter_mut().find(|(key, _)| key == "deepseek2.attention.head_count").unwrap();
+    heads.1 = GgufValue::U32(1 << 27);
+    let error = ModelFiles::open(&write("lying.gguf", &lying)).unwrap_err().to_string();
+    assert!(error.contains("beyond any model"), "{error}");
     let [new, old] = [path, old].map(|path| ModelFiles::open(&path).unwrap());
     assert_eq!(old.spec().attention, new.spec().attention);
     for parameter in new.spec().parameters() {
