@@ -4,7 +4,7 @@
     docs/bench/latent_gguf.py [--plimsoll target/release/plimsoll]
 
 Files are written by random_mixture.py: DeepSeek-V2 and V3 in f32, with and without narrow queries and groups of experts. Needs numpy and
-xllamacpp. Every expert is chosen, for which of two that are nearly alike comes first is left to rounding. Tokens are ASCII and not the end of
+xllamacpp. Every expert is chosen (of V3 with groups half of them), for which of two that are nearly alike comes first is left to rounding. Tokens are ASCII and not the end of
 text: llama.cpp's server leaves out those that end within a character. Ends with 1 where a token differs that was likelier than the next
 by more than 0.05; with random weights there are nearer ones.
 """

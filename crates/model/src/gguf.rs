@@ -21,7 +21,7 @@ use plimsoll_memory::FileMap;
 
 pub(crate) use describe::{Description, describe, describe_tokenizer};
 pub use error::{GgufError, GgufTensorProblem};
-pub(crate) use layout::{SHARED_ROUTER, WHOLE_KV_UP, gguf_block, gguf_block_with_whole_kv_up};
+pub(crate) use layout::{KV_UP_HALVES, SHARED_ROUTER, WHOLE_KV_UP, gguf_block, gguf_block_with_whole_kv_up};
 pub use metadata::{Metadata, MetadataEntry, Value, ValueType};
 pub use tensors::GgufTensor;
 pub use write::{GgufValue, NewGgufTensor, ggml_type, write_gguf};

@@ -14,7 +14,7 @@ use crate::parameters::{BlockId, Parameter};
 const MAX_PARAMETERS: u128 = 1 << 50;
 
 /// Heads of latent attention at most: in GGUF files each has a place of its own.
-const MAX_LATENT_HEADS: u64 = 1 << 12;
+const MAX_LATENT_HEADS: u64 = 1 << 10;
 
 /// A model's shape.
 #[derive(Clone, Debug, PartialEq)]

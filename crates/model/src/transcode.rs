@@ -182,7 +182,7 @@ impl<'a> Transcoder<'a> {
                 .try_for_each(|parts| self.stream_by_turns(parts, dtype, out));
         }
         if let RowOrder::Transposed { .. } = tensor.rows {
-            // GGUF's are matrices of their own.
+            // Each part is one matrix of the stack.
             return tensor.parts.iter().try_for_each(|part| self.stream_transposed(part, dtype, out));
         }
         tensor

@@ -8,7 +8,10 @@ use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, Dry, IGNORED
 use plimsoll_disk::{LowerTiers, SpillSettings};
 use plimsoll_memory::{Arena, Region, Tag, Tier};
 use plimsoll_model::adapter::TargetModules;
-use plimsoll_model::{AdapterConfig, AdapterLayout, ModelSpec, Parameter, RopeSpec, SlidingWindow};
+use plimsoll_model::{
+    AdapterConfig, AdapterLayout, AttentionSpec, LatentAttention, ModelSpec, Parameter, Role, RopeSpec,
+    SlidingWindow,
+};
 use plimsoll_step::{
     DecodeSettings, Decoder, EvaluateSettings, Evaluator, MicroBatch, Precision, WeightStorage,
 };
@@ -251,6 +254,41 @@ fn latent_attention_caches_a_narrow_vector() {
         let (wanted, count) = whole.losses(1, &batch).unwrap();
         let bound = if cache == DType::F32 { 1e-3 } else { 0.1 * count as f64 };
         assert!((sum - wanted).abs() < bound, "{cache}: {sum} {wanted}");
+    }
+}
+
+/// Heads of a quantised matrix are taken in where each is whole blocks of its type; and activations may be bf16.
+#[test]
+fn latent_attention_takes_in_quantised_heads() {
+    let own = latent_mixture();
+    let latent = own.attention.latent.map(|latent| LatentAttention { kv_rank: 32, ..latent });
+    let spec = ModelSpec { attention: AttentionSpec { latent, ..own.attention.clone() }, ..own };
+    let (tokens, targets) = tokens(4, 1, 16);
+    let batch = MicroBatch::new(&tokens, &targets);
+    for (dtype, precision, row, bound) in [
+        (DType::Q8_0, Precision::F32, 36 * 4, 1e-3),
+        // Groups of scales go from one head to the next.
+        (DType::Nf4, Precision::F32, 2 * 4 * 10 * 4, 1e-3),
+        (DType::Bf16, PURE_BF16, 36 * 4, 0.5),
+    ] {
+        let types = |p: &Parameter| if p.role == Role::KvUpProj { dtype } else { DType::F32 };
+        let storage = WeightStorage::new(&types);
+        let settings = DecodeSettings { precision, context: 32, ..settings(5) };
+        let dry = Dry::new();
+        let mut planned = Decoder::new(&dry, &Arc::default(), spec.clone(), settings, storage).unwrap();
+        assert_eq!(dry.arena().ledger().live().get(Tag::KvCache), 3 * 32 * row, "{dtype}");
+        planned.append_losses(&batch, 3).unwrap();
+        let device = device();
+        let mut real = Decoder::new(&device, &Arc::default(), spec.clone(), settings, storage).unwrap();
+        real.load(fill).unwrap();
+        let (sum, _) = real.append_losses(&batch, 3).unwrap();
+        assert_eq!(device.arena().high_water(), dry.arena().high_water());
+        let other = self::device();
+        let asked = EvaluateSettings { precision, longest: 16, loss_chunk_tokens: 16 };
+        let mut whole = Evaluator::new(&other, &Arc::default(), spec.clone(), asked, storage).unwrap();
+        whole.load(fill).unwrap();
+        let (wanted, _) = whole.losses(1, &batch).unwrap();
+        assert!((sum - wanted).abs() < bound, "{dtype}: {sum} {wanted}");
     }
 }
 

@@ -278,11 +278,22 @@ fn older_files_with_latent_attention_are_the_same_model() {
     };
     let old = write("old.gguf", &entries);
     // Heads have places of their own: a number that nobody has takes no memory.
-    let mut lying = entries;
+    let mut lying = entries.clone();
     let heads = lying.iter_mut().find(|(key, _)| key == "deepseek2.attention.head_count").unwrap();
     heads.1 = GgufValue::U32(1 << 27);
     let error = ModelFiles::open(&write("lying.gguf", &lying)).unwrap_err().to_string();
     assert!(error.contains("beyond any model"), "{error}");
+    for (key, value, told) in [
+        ("attention.temperature_scale", 0.1, "larger by position"),
+        ("rope.scaling.attn_factor", 1.5, "only 1 is supported"),
+        ("rope.scaling.yarn_log_multiplier", 0.0, "no weight of YaRN"),
+    ] {
+        let key = format!("deepseek2.{key}");
+        let mut other: Vec<_> = entries.iter().filter(|(own, _)| *own != key).cloned().collect();
+        other.push((key, GgufValue::F32(value)));
+        let error = ModelFiles::open(&write("other.gguf", &other)).unwrap_err().to_string();
+        assert!(error.contains(told), "{error}");
+    }
     let [new, old] = [path, old].map(|path| ModelFiles::open(&path).unwrap());
     assert_eq!(old.spec().attention, new.spec().attention);
     for parameter in new.spec().parameters() {
@@ -358,6 +369,7 @@ fn what_gguf_has_no_words_for_is_refused() {
         ("llama", json!({ "hidden_act": "gelu" }), "activation"),
         ("gpt-oss", json!({ "swiglu_limit": 5.0 }), "activation"),
         ("deepseek-v3-yarn", latent_yarn(0.9, 0.7), "mscale of its YaRN"),
+        ("deepseek-v2-groups", latent_yarn(1.0, 0.0), "YaRN without mscale_all_dim"),
     ] {
         let folder = changed(family, &keys, place.path());
         let files = ModelFiles::open(&folder).unwrap();

@@ -42,7 +42,7 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
     ];
     let mut set = |key: &str, value: GgufValue| entries.push((format!("{architecture}.{key}"), value));
     let attention = &spec.attention;
-    // Of latent attention, those of the one head that a cache of narrow vectors is read as.
+    // Latent attention is said as the one head that a cache of narrow vectors is read as.
     let [kv_heads, key_length, value_length] = match &attention.latent {
         Some(latent) => [1, latent.kv_rank + attention.rotated_dim(), latent.kv_rank],
         None => [attention.kv_heads, attention.head_dim, attention.head_dim],
@@ -114,6 +114,9 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
                 match latent_yarn_weights(spec, *factor, *attention_factor) {
                     Some((mscale, all)) if mscale != all => {
                         return Err(fail("mscale of its YaRN is not mscale_all_dim".to_owned()));
+                    }
+                    None if attention.latent.is_some() => {
+                        return Err(fail("YaRN without mscale_all_dim has no words there".to_owned()));
                     }
                     Some((_, all)) => {
                         set(YARN_WEIGHT, GgufValue::F32((all * YARN_WEIGHT_UNIT) as f32));
@@ -195,6 +198,9 @@ fn unsaid(spec: &ModelSpec, family: &str) -> Option<String> {
     let capped = [attention.soft_cap, spec.logit_soft_cap].map(|cap| cap.is_some());
     if capped != [family == "gemma2"; 2] {
         return Some("soft caps other than its family's have no words there".to_owned());
+    }
+    if attention.latent.is_some() && spec.experts.is_none() {
+        return Some("latent attention without experts has no words there".to_owned());
     }
     if attention.sinks != (family == "gpt_oss") {
         return Some("sinks in attention are in files of gpt-oss alone, and in all of them".to_owned());

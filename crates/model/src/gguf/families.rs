@@ -298,6 +298,12 @@ fn latent(keys: &Keys<'_>) -> Result<Option<(LatentAttention, u64)>, GgufError> 
     if keys.prefix != LATENT {
         return Ok(None);
     }
+    // Mistral Large 3 scales queries by their position.
+    if keys.f64(QUERY_SCALE)?.is_some_and(|scale| scale != 0.0) {
+        return Err(
+            keys.refuse(QUERY_SCALE, "makes queries larger by position, which is not supported".to_owned())
+        );
+    }
     let width = |key: &str| match keys.u64(&format!("{key}_mla"))? {
         Some(width) => Ok(width),
         None => keys.require_u64(key),
@@ -310,25 +316,31 @@ fn latent(keys: &Keys<'_>) -> Result<Option<(LatentAttention, u64)>, GgufError> 
     Ok(Some((attention, width("attention.key_length")?)))
 }
 
-/// YaRN in latent attention, whose weights `mscale` and `mscale_all_dim` are one in files: what it does to cosines is undone, and it makes
-/// the scores larger instead.
+/// A factor on queries that grows with their position.
+const QUERY_SCALE: &str = "attention.temperature_scale";
+
+/// YaRN in latent attention: files have one number for its weights `mscale` and `mscale_all_dim`. Cosines stay as they are, and scores
+/// become larger. llama.cpp has further rules for files without that number, and for those with a factor of their own.
 fn scale_latent(keys: &Keys<'_>, attention: &mut AttentionSpec) -> Result<(), GgufError> {
-    let weight = keys.f64(YARN_WEIGHT)?.unwrap_or(0.0) / YARN_WEIGHT_UNIT;
     let head_dim = attention.head_dim;
     let Some(RopeSpec { scaling: RopeScaling::Yarn { factor, attention_factor, .. }, .. }) =
         &mut attention.rope
     else {
         return Ok(());
     };
-    if !(0.0..=100.0).contains(&weight) {
-        return Err(keys.refuse(YARN_WEIGHT, format!("is {}, which is no weight", weight * YARN_WEIGHT_UNIT)));
+    let written = keys.require_f64(YARN_WEIGHT)?;
+    if !(written > 0.0 && written <= 10.0) {
+        return Err(keys.refuse(YARN_WEIGHT, format!("is {written}, which is no weight of YaRN")));
     }
-    if weight > 0.0 && *factor > 1.0 {
-        *attention_factor = 1.0;
-        attention.scale = Some(latent_scale_of(head_dim, *factor, weight));
+    if let Some(own) = keys.f64(YARN_FACTOR)?.filter(|own| *own != 1.0) {
+        return Err(keys.refuse(YARN_FACTOR, format!("is {own}; only 1 is supported beside {YARN_WEIGHT}")));
     }
+    *attention_factor = 1.0;
+    attention.scale = (*factor > 1.0).then(|| latent_scale_of(head_dim, *factor, written / YARN_WEIGHT_UNIT));
     Ok(())
 }
+
+const YARN_FACTOR: &str = "rope.scaling.attn_factor";
 
 /// The weight of YaRN in latent attention, a tenth of Hugging Face's `mscale_all_dim`.
 pub(super) const YARN_WEIGHT: &str = "rope.scaling.yarn_log_multiplier";
@@ -382,7 +394,7 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, dims: u64) -> Result<RopeScali
         None | Some("linear") => RopeScaling::Linear { factor: factor_or_fail()? },
         Some("yarn") => {
             let factor = factor_or_fail()?;
-            let own = keys.f64("rope.scaling.attn_factor")?.unwrap_or(1.0);
+            let own = keys.f64(YARN_FACTOR)?.unwrap_or(1.0);
             let original = "rope.scaling.original_context_length";
             RopeScaling::Yarn {
                 factor,

@@ -2,8 +2,8 @@
 //!
 //! Converters for llama.cpp reorder the rows of q and k of `llama` models, which Mistral's are too, and of DeepSeek's within every head,
 //! because it rotates neighbouring pairs (2i, 2i + 1) of these where Hugging Face rotates (i, i + dims / 2); and they
-//! store the norms of Gemma as 1 + weight. Of latent attention they store the halves of `kv_b_proj` as a cache of narrow vectors wants them:
-//! the keys' `[heads, kv_rank, D - R]`, transposed, and the values' `[heads, V, kv_rank]`; files of before April 2025 have it whole.
+//! store the norms of Gemma as 1 + weight. They store `kv_b_proj` of latent attention in halves: that of keys transposed, `[heads, kv_rank,
+//! D - R]`, and that of values, `[heads, V, kv_rank]`. Files of before April 2025 have it whole.
 
 use std::ops::Range;
 
@@ -17,6 +17,9 @@ pub(crate) const SHARED_ROUTER: &str = "ffn_gate_inp_shexp.weight";
 
 /// The matrix of both halves, in files that have it whole.
 pub(crate) const WHOLE_KV_UP: &str = "attn_kv_b.weight";
+
+/// Its halves for keys and for values.
+pub(crate) const KV_UP_HALVES: [&str; 2] = ["attn_k_b.weight", "attn_v_b.weight"];
 
 /// What a GGUF file stores of a block.
 pub(crate) fn gguf_block(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
@@ -43,9 +46,10 @@ fn halves(spec: &ModelSpec, whole: StoredTensor) -> Vec<StoredTensor> {
         let tensor = StoredTensor::of_rows(in_layer(&parameter, name), parts.collect());
         StoredTensor { rows, stack: Some(attention.heads), ..tensor }
     };
+    let [keys, values] = KV_UP_HALVES;
     vec![
-        half("attn_k_b.weight", 0..plain, RowOrder::Transposed { total: plain, first: 0, step: 1 }),
-        half("attn_v_b.weight", plain..of_head, RowOrder::Natural),
+        half(keys, 0..plain, RowOrder::Transposed { total: plain, first: 0, step: 1 }),
+        half(values, plain..of_head, RowOrder::Natural),
     ]
 }
 

@@ -8,7 +8,9 @@ use plimsoll_memory::FileMap;
 use super::inventory::{Candidate, Inventory};
 use super::packed::{self, Found, Span};
 use super::{Format, ModelError, ModelFiles};
-use crate::gguf::{GgufFile, SHARED_ROUTER, WHOLE_KV_UP, families, gguf_block, gguf_block_with_whole_kv_up};
+use crate::gguf::{
+    GgufFile, KV_UP_HALVES, SHARED_ROUTER, WHOLE_KV_UP, families, gguf_block, gguf_block_with_whole_kv_up,
+};
 use crate::hf_config::{self, CONFIG_NAME};
 use crate::layout::{hf_block, hf_prefix};
 use crate::safetensors::{INDEX_NAME, SINGLE_NAME, SafetensorsSet};
@@ -121,8 +123,11 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
     let file = GgufFile::open(path)?;
     let spec = families::model_spec(&file, name_of(path))?;
     let mut inventory = Inventory::new(path, "the file's metadata".to_owned());
+    // Some files have the halves of that matrix beside it.
+    let is_whole = file.tensors().iter().any(|tensor| tensor.name.ends_with(WHOLE_KV_UP));
     for tensor in file.tensors() {
-        if families::is_no_parameter(&tensor.name, &spec) {
+        let is_half = is_whole && KV_UP_HALVES.iter().any(|half| tensor.name.ends_with(half));
+        if is_half || families::is_no_parameter(&tensor.name, &spec) {
             continue;
         }
         families::check_bias(&file, tensor)?;
@@ -144,7 +149,6 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
         );
     }
     file.release();
-    let is_whole = file.tensors().iter().any(|tensor| tensor.name.ends_with(WHOLE_KV_UP));
     let layout = if is_whole { gguf_block_with_whole_kv_up } else { gguf_block };
     let weights = inventory.match_with(&spec, layout, vec![file.into_map()])?;
     Ok(ModelFiles { path: path.to_owned(), format: Format::Gguf, spec, weights })

@@ -28,7 +28,7 @@ pub(super) struct KvCache<'a> {
     device: &'a dyn Device,
     layers: Vec<Geometry>,
     head_dim: u64,
-    /// Whether values lie beside the keys, and are not their first columns.
+    /// Whether values have tensors of their own. Else the rows of keys are read as values too.
     has_values: bool,
     row_bytes: u64,
     /// Those that live on the device.
