@@ -203,7 +203,7 @@ fn shapes_that_contradict_the_tensors_are_refused() {
     refused(&good().u32("llama.rope.dimension_count", 8).bytes(), "heads are 16 wide");
     refused(&good().u32("llama.expert_count", 8).bytes(), "no layer has a \"ffn_gate_inp.weight\"");
     let renamed = |name| good().without("general.architecture").text("general.architecture", name).bytes();
-    refused(&renamed("deepseek2"), "deepseek2.attention.kv_lora_rank is missing");
+    refused(&renamed("deepseek2"), "deepseek2.embedding_length is missing");
     refused(&renamed("gpt-oss"), "gpt-oss.embedding_length is missing");
     refused(&good().without("llama.context_length").bytes(), "llama.context_length is missing");
     refused(&good().without_tensor("token_embd.weight").bytes(), "\"token_embd.weight\": is missing");
