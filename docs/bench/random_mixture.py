@@ -164,11 +164,12 @@ def main():
     parser.add_argument("--f32", action="store_true")
     a = parser.parse_args()
     h, q, kv = a.hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    MATRIX = F32 if a.f32 else Q4_0
-    tensors = [("token_embd.weight", [h, a.vocab], MATRIX)]
+    matrix = F32 if a.f32 else Q4_0
+    tensors = [("token_embd.weight", [h, a.vocab], matrix)]
     for i in range(a.layers):
-        tensors += [(f"blk.{i}.{name}", shape, kind) for name, shape, kind in (latent_layer(a, i, MATRIX) if a.latent else layer(a, q, kv, MATRIX))]
-    tensors += [("output_norm.weight", [h], F32), ("output.weight", [h, a.vocab], MATRIX)]
+        own = latent_layer(a, i, matrix) if a.latent else layer(a, q, kv, matrix)
+        tensors += [(f"blk.{i}.{name}", shape, kind) for name, shape, kind in own]
+    tensors += [("output_norm.weight", [h], F32), ("output.weight", [h, a.vocab], matrix)]
     size = lambda shape, kind: int(np.prod(shape)) * 4 if kind == F32 else int(np.prod(shape)) // 32 * 18
     total = sum(size(shape, kind) for _, shape, kind in tensors)
     parameters = sum(int(np.prod(shape)) for _, shape, _ in tensors)
@@ -207,7 +208,8 @@ def main():
 
     def pieces(shape, kind):
         if kind == F32:
-            values = np.ones(shape[0], np.float32) if len(shape) == 1 else (0.1 if a.f32 else 0.02) * random.standard_normal(np.prod(shape), np.float32)
+            deviation = 0.1 if a.f32 else 0.02
+            values = np.ones(shape[0]) if len(shape) == 1 else deviation * random.standard_normal(np.prod(shape), np.float32)
             yield values.astype(np.float32).data
             return
         left = size(shape, kind) // 18

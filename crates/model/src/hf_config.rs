@@ -14,7 +14,8 @@ mod write;
 use std::io;
 use std::path::{Path, PathBuf};
 
-pub(crate) use rope::{latent_scale_of, latent_yarn_weights};
+pub(crate) use experts::is_corrected;
+pub(crate) use rope::{latent_scale_of, latent_yarn_weights, yarn_scale};
 pub use write::{config_json, generation_config_json};
 
 use crate::shown::Shown;

@@ -705,6 +705,13 @@ impl ModelSpec {
         self.attention.heads * self.attention.value_dim()
     }
 
+    /// Whether files of the model may have this layer although it has none: GLM 4.5 and DeepSeek-V3 predict further tokens by layers
+    /// behind the last.
+    pub(crate) fn is_behind_the_last(&self, layer: u32) -> bool {
+        let has_further = matches!(self.architecture.as_str(), "glm4_moe" | "glm4_moe_lite" | "deepseek_v3");
+        has_further && layer >= self.num_layers
+    }
+
     /// Number of parameters, a tied head counted once.
     pub fn parameter_count(&self) -> u64 {
         self.parameters().iter().map(|p| p.elements()).sum()

@@ -183,7 +183,7 @@ impl<'a> Transcoder<'a> {
         }
         if let RowOrder::Transposed { .. } = tensor.rows {
             // Each part is one matrix of the stack.
-            return tensor.parts.iter().try_for_each(|part| self.stream_transposed(part, dtype, out));
+            return tensor.parts.chunks(1).try_for_each(|part| self.stream_by_turns(part, dtype, out));
         }
         tensor
             .parts
@@ -191,30 +191,19 @@ impl<'a> Transcoder<'a> {
             .try_for_each(|part| self.stream_rows(part, tensor.rows, tensor.plus_one, dtype, out))
     }
 
-    /// A matrix, its rows as columns.
-    fn stream_transposed(&mut self, part: &StoredPart, dtype: DType, out: &mut dyn Write) -> io::Result<()> {
-        let (rows, columns) = (part.count() as usize, part.parameter.columns() as usize);
-        let mut values = vec![0.0f32; rows * columns];
-        self.source.rows(&part.parameter, part.rows.clone(), &mut values).map_err(io::Error::other)?;
-        let turned: Vec<f32> = (0..columns)
-            .flat_map(|column| values.iter().skip(column).step_by(columns.max(1)))
-            .copied()
-            .collect();
-        let mut bytes = vec![0; dtype.bytes_for(turned.len() as u64).unwrap_or(0) as usize];
-        encode_stripe(&turned, dtype, &mut bytes).map_err(io::Error::other)?;
-        self.advance(turned.len() as u64);
-        out.write_all(&bytes)
-    }
-
-    /// Elements of as many parts by turns.
+    /// Elements of the rows of some parts by turns: the rows of a matrix become columns.
     fn stream_by_turns(&mut self, parts: &[StoredPart], dtype: DType, out: &mut dyn Write) -> io::Result<()> {
-        let mut ordered = vec![0.0f32; parts.iter().map(StoredPart::elements).sum::<u64>() as usize];
-        for (place, part) in parts.iter().enumerate() {
-            let mut values = vec![0.0f32; part.elements() as usize];
-            self.source.rows(&part.parameter, part.rows.clone(), &mut values).map_err(io::Error::other)?;
-            let own = ordered.iter_mut().skip(place).step_by(parts.len());
-            own.zip(values).for_each(|(to, value)| *to = value);
+        let mut values = Vec::new();
+        for part in parts {
+            let start = values.len();
+            values.resize(start + part.elements() as usize, 0.0f32);
+            self.source
+                .rows(&part.parameter, part.rows.clone(), &mut values[start..])
+                .map_err(io::Error::other)?;
         }
+        let columns = parts.first().map_or(1, |part| part.parameter.columns()).max(1) as usize;
+        let column = |first: usize| values.iter().skip(first).step_by(columns);
+        let ordered: Vec<f32> = (0..columns).flat_map(column).copied().collect();
         let mut bytes = vec![0; dtype.bytes_for(ordered.len() as u64).unwrap_or(0) as usize];
         encode_stripe(&ordered, dtype, &mut bytes).map_err(io::Error::other)?;
         self.advance(ordered.len() as u64);

@@ -31,7 +31,7 @@ use parts::{Stream, add_part, after_backward, before, before_backward, before_ml
 
 pub(crate) use attention::{attend, attend_into, attended};
 pub(crate) use keys::{Attend, Chunk, Keys, Turn, Visit, chunks};
-pub(crate) use latent::{LatentCache, Turned, values_of_cache};
+pub(crate) use latent::{Absorbed, LatentCache, values_of_cache};
 pub(crate) use mover::Mover;
 pub(crate) use ring::{Around, Ring};
 pub(crate) use saved::{Held, Qkv, Saved};

@@ -5,7 +5,7 @@ use plimsoll_model::{Activation, ExpertsSpec, MlpSpec, ModelSpec};
 
 use crate::StepError;
 use crate::adapter::Dropout;
-use crate::block::{Around, Chunk, Mover, Turn, Turned};
+use crate::block::{Absorbed, Around, Chunk, Mover, Turn};
 use crate::linear::Multiply;
 use crate::products::Products;
 use crate::rope::{RopeTable, RopeTables};
@@ -48,7 +48,7 @@ pub(crate) struct Context<'a> {
     pub documents: Option<&'a Tensor>,
     pub attention: AttentionShape,
     /// How the queries of this pass see a cache of narrow vectors, where it is one.
-    pub turned: Option<&'a Turned>,
+    pub absorbed: Option<&'a Absorbed>,
     pub attention_kind: AttentionKind,
     /// The feed-forward part takes this many tokens at a time, where it does not take all.
     pub mlp_chunk_tokens: Option<u64>,
@@ -93,7 +93,7 @@ impl<'a> Context<'a> {
             positions,
             documents: None,
             attention,
-            turned: None,
+            absorbed: None,
             attention_kind: AttentionKind::Flash,
             mlp_chunk_tokens: None,
             dropout: None,

@@ -374,9 +374,9 @@ impl<'a> Decoder<'a> {
         let places = runs.iter().flat_map(|run| run.past..run.past + run.tokens);
         let positions = positions(device, n, places)?;
         let ctx = context(device, &self.spec, &self.settings, &self.ropes, &positions);
-        let turned = self.latent.map(|latent| latent.turned(device, n)).transpose()?;
+        let absorbed = self.latent.map(|latent| latent.absorbed(device, n)).transpose()?;
         let attention = self.latent.map_or(ctx.attention, |latent| latent.shape(ctx.attention));
-        let ctx = Context { turned: turned.as_ref(), attention, ..ctx };
+        let ctx = Context { absorbed: absorbed.as_ref(), attention, ..ctx };
         let part = self.spec.part.clone();
         let experts = self.weights.expert_weights();
         let routes = Routes::default();

@@ -250,14 +250,24 @@ pub(crate) fn positions(
     count: u64,
     places: impl IntoIterator<Item = u64>,
 ) -> Result<Tensor, StepError> {
-    let positions = device.alloc(DType::U32, &[count], Tag::Data, "positions")?;
-    let mut places = places.into_iter();
-    device.write(&positions, &mut |bytes| {
-        for (cell, place) in bytes.chunks_exact_mut(4).zip(&mut places) {
-            cell.copy_from_slice(&(place as u32).to_ne_bytes());
+    numbers(device, count, places, "positions")
+}
+
+/// So many numbers below 2^32, u32 `[count]`.
+pub(crate) fn numbers(
+    device: &dyn Device,
+    count: u64,
+    values: impl IntoIterator<Item = u64>,
+    name: &'static str,
+) -> Result<Tensor, StepError> {
+    let numbers = device.alloc(DType::U32, &[count], Tag::Data, name)?;
+    let mut values = values.into_iter();
+    device.write(&numbers, &mut |bytes| {
+        for (cell, value) in bytes.chunks_exact_mut(4).zip(&mut values) {
+            cell.copy_from_slice(&(value as u32).to_ne_bytes());
         }
     })?;
-    Ok(positions)
+    Ok(numbers)
 }
 
 #[cfg(test)]

@@ -258,25 +258,30 @@ fn older_files_with_latent_attention_are_the_same_model() {
         })
         .collect();
     let mut contents = Vec::new();
-    for tensor in file.tensors().iter().filter(|tensor| !tensor.name.ends_with("attn_v_b.weight")) {
-        let Some(layer) = tensor.name.strip_suffix(".attn_k_b.weight") else {
-            contents.push((tensor.name.clone(), tensor.shape.clone(), file.bytes(tensor).to_vec()));
-            continue;
-        };
+    for tensor in file.tensors() {
+        contents.push((tensor.name.clone(), tensor.shape.clone(), file.bytes(tensor).to_vec()));
+        let Some(layer) = tensor.name.strip_suffix(".attn_k_b.weight") else { continue };
         let of_folder = format!("model.layers.{}.self_attn.kv_b_proj.weight", &layer["blk.".len()..]);
         contents.push((format!("{layer}.attn_kv_b.weight"), vec![44, 10], stored[&of_folder].clone()));
     }
-    let new: Vec<NewGgufTensor> = contents
-        .iter()
-        .map(|(name, shape, _)| NewGgufTensor { name: name.clone(), dtype: DType::F32, shape: shape.clone() })
-        .collect();
-    let write = |name: &str, entries: &[(String, GgufValue)]| {
+    let write_with = |name: &str, entries: &[(String, GgufValue)], halves: bool| {
+        let is_half = |name: &str| name.ends_with("attn_k_b.weight") || name.ends_with("attn_v_b.weight");
+        let own: Vec<_> = contents.iter().filter(|(name, ..)| halves || !is_half(name)).collect();
+        let tensor = |(name, shape, _): &&(String, Vec<u64>, Vec<u8>)| NewGgufTensor {
+            name: name.clone(),
+            dtype: DType::F32,
+            shape: shape.clone(),
+        };
+        let tensors: Vec<NewGgufTensor> = own.iter().map(tensor).collect();
         let path = folder.join(name);
-        let content = |index: usize, out: &mut dyn std::io::Write| out.write_all(&contents[index].2);
-        plimsoll_model::gguf::write_gguf(&path, entries, &new, content).unwrap();
+        let content = |index: usize, out: &mut dyn std::io::Write| out.write_all(&own[index].2);
+        plimsoll_model::gguf::write_gguf(&path, entries, &tensors, content).unwrap();
         path
     };
+    let write = |name: &str, entries: &[(String, GgufValue)]| write_with(name, entries, false);
     let old = write("old.gguf", &entries);
+    // Others keep the halves beside the matrix.
+    let both = write_with("both.gguf", &entries, true);
     // Heads have places of their own: a number that nobody has takes no memory.
     let mut lying = entries.clone();
     let heads = lying.iter_mut().find(|(key, _)| key == "deepseek2.attention.head_count").unwrap();
@@ -294,15 +299,16 @@ fn older_files_with_latent_attention_are_the_same_model() {
         let error = ModelFiles::open(&write("other.gguf", &other)).unwrap_err().to_string();
         assert!(error.contains(told), "{error}");
     }
-    let [new, old] = [path, old].map(|path| ModelFiles::open(&path).unwrap());
+    let [new, old, both] = [path, old, both].map(|path| ModelFiles::open(&path).unwrap());
     assert_eq!(old.spec().attention, new.spec().attention);
+    assert_eq!(both.spec().attention, new.spec().attention);
     for parameter in new.spec().parameters() {
         let values = |files: &ModelFiles| {
             let mut values = vec![0.0f32; parameter.elements() as usize];
             files.weights().read_rows(&parameter, parameter.all_rows(), &mut values).unwrap();
             values
         };
-        assert!(values(&old) == values(&new), "{}", parameter.name);
+        assert!(values(&old) == values(&new) && values(&both) == values(&new), "{}", parameter.name);
     }
 }
 

@@ -3,11 +3,11 @@
 
 use super::experts;
 use super::families::{
-    ARCHITECTURES, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, YARN_WEIGHT, YARN_WEIGHT_UNIT,
-    activation, attention_scale, first_of_architecture, truncates, window_rhythm,
+    ARCHITECTURES, COSINE_FACTOR, ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT, YARN_WEIGHT,
+    YARN_WEIGHT_UNIT, activation, attention_scale, first_of_architecture, truncates, window_rhythm,
 };
 use super::write::GgufValue;
-use crate::hf_config::{OWN_MIXTURE, latent_yarn_weights};
+use crate::hf_config::{OWN_MIXTURE, latent_yarn_weights, yarn_scale};
 use crate::save_error::SaveError;
 use crate::spec::{ModelSpec, NormKind, RopeScaling};
 use crate::tokenizer::GgufTokenizerFields;
@@ -122,8 +122,8 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
                         set(YARN_WEIGHT, GgufValue::F32((all * YARN_WEIGHT_UNIT) as f32));
                     }
                     None => {
-                        let usual = 0.1 * factor.max(1.0).ln() + 1.0;
-                        set("rope.scaling.attn_factor", GgufValue::F32((attention_factor / usual) as f32));
+                        let own = attention_factor / yarn_scale(*factor, 1.0);
+                        set(COSINE_FACTOR, GgufValue::F32(own as f32));
                     }
                 }
                 set("rope.scaling.yarn_beta_fast", GgufValue::F32(*beta_fast as f32));
@@ -159,7 +159,7 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
                 attention_factor,
                 original_max_position_embeddings,
             } => {
-                set("rope.scaling.attn_factor", GgufValue::F32(*attention_factor as f32));
+                set(COSINE_FACTOR, GgufValue::F32(*attention_factor as f32));
                 let original = *original_max_position_embeddings as u32;
                 set("rope.scaling.original_context_length", GgufValue::U32(original));
                 factors.push((ROPE_FACTORS_LONG, to_f32(long_factor)));

@@ -3,6 +3,7 @@
 use super::families::Keys;
 use super::write::GgufValue;
 use super::{GgufError, GgufFile};
+use crate::hf_config::is_corrected;
 use crate::spec::{ExpertGroups, ExpertsSpec, ModelSpec, RouterSpec, Scoring, SharedExpert};
 
 /// A layer's tensor that only experts have.
@@ -14,10 +15,7 @@ fn normalises(family: &str) -> bool {
 }
 
 fn scoring(family: &str) -> Scoring {
-    match family {
-        "glm4_moe" | "glm4_moe_lite" | "deepseek_v3" => Scoring::Sigmoid,
-        _ => Scoring::Softmax,
-    }
+    if is_corrected(family) { Scoring::Sigmoid } else { Scoring::Softmax }
 }
 
 /// Whether files of a family may say other than that, and how many layers before the first one with experts have none.

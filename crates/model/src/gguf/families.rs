@@ -4,7 +4,7 @@ use plimsoll_device::DType;
 
 use super::{GgufError, GgufFile, GgufTensor, GgufTensorProblem, Metadata, ValueType, experts};
 use crate::convert::convert;
-use crate::hf_config::latent_scale_of;
+use crate::hf_config::{latent_scale_of, yarn_scale};
 use crate::shown::Shown;
 use crate::spec::{
     Activation, AttentionSpec, LatentAttention, MlpSpec, ModelSpec, NormKind, NormPlacement, NormSpec,
@@ -57,9 +57,7 @@ const GEMMA3_LOCAL_THETA: f64 = 10_000.0;
 /// converters kept, the copy of a tied head, and the layers of GLM 4.5 and DeepSeek-V3 behind the last.
 pub(crate) fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
     let layer = tensor.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
-    if matches!(spec.architecture.as_str(), "glm4_moe" | "deepseek_v3")
-        && layer.is_some_and(|layer| layer >= spec.num_layers)
-    {
+    if layer.is_some_and(|layer| spec.is_behind_the_last(layer)) {
         return true;
     }
     [ROPE_FACTORS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG].contains(&tensor)
@@ -332,15 +330,16 @@ fn scale_latent(keys: &Keys<'_>, attention: &mut AttentionSpec) -> Result<(), Gg
     if !(written > 0.0 && written <= 10.0) {
         return Err(keys.refuse(YARN_WEIGHT, format!("is {written}, which is no weight of YaRN")));
     }
-    if let Some(own) = keys.f64(YARN_FACTOR)?.filter(|own| *own != 1.0) {
-        return Err(keys.refuse(YARN_FACTOR, format!("is {own}; only 1 is supported beside {YARN_WEIGHT}")));
+    if let Some(own) = keys.f64(COSINE_FACTOR)?.filter(|own| *own != 1.0) {
+        return Err(keys.refuse(COSINE_FACTOR, format!("is {own}; only 1 is supported beside {YARN_WEIGHT}")));
     }
     *attention_factor = 1.0;
     attention.scale = (*factor > 1.0).then(|| latent_scale_of(head_dim, *factor, written / YARN_WEIGHT_UNIT));
     Ok(())
 }
 
-const YARN_FACTOR: &str = "rope.scaling.attn_factor";
+/// A factor on what scaling does to cosines: of YaRN beside its usual one, of LongRoPE the whole.
+pub(super) const COSINE_FACTOR: &str = "rope.scaling.attn_factor";
 
 /// The weight of YaRN in latent attention, a tenth of Hugging Face's `mscale_all_dim`.
 pub(super) const YARN_WEIGHT: &str = "rope.scaling.yarn_log_multiplier";
@@ -394,11 +393,11 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, dims: u64) -> Result<RopeScali
         None | Some("linear") => RopeScaling::Linear { factor: factor_or_fail()? },
         Some("yarn") => {
             let factor = factor_or_fail()?;
-            let own = keys.f64(YARN_FACTOR)?.unwrap_or(1.0);
+            let own = keys.f64(COSINE_FACTOR)?.unwrap_or(1.0);
             let original = "rope.scaling.original_context_length";
             RopeScaling::Yarn {
                 factor,
-                attention_factor: own * (0.1 * factor.max(1.0).ln() + 1.0),
+                attention_factor: own * yarn_scale(factor, 1.0),
                 beta_fast: keys.f64("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: keys.f64("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 original_max_position_embeddings: keys.require_f64(original)?,
@@ -417,7 +416,7 @@ fn rope_scaling(file: &GgufFile, keys: &Keys<'_>, dims: u64) -> Result<RopeScali
         return Ok(RopeScaling::LongRope {
             short_factor: rope_factors(file, short, dims)?,
             long_factor: rope_factors(file, require_tensor(file, ROPE_FACTORS_LONG)?, dims)?,
-            attention_factor: keys.f64("rope.scaling.attn_factor")?.unwrap_or(usual),
+            attention_factor: keys.f64(COSINE_FACTOR)?.unwrap_or(usual),
             original_max_position_embeddings: original,
         });
     }

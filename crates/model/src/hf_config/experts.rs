@@ -189,7 +189,7 @@ const GROUP_LIMITED: &str = "group_limited_greedy";
 const CORRECTED: &str = "noaux_tc";
 
 /// Whether routers of a family correct their scores, which are sigmoids.
-fn is_corrected(family: &str) -> bool {
+pub(crate) fn is_corrected(family: &str) -> bool {
     matches!(family, "glm4_moe" | "glm4_moe_lite" | "deepseek_v3")
 }
 

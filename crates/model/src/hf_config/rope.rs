@@ -212,8 +212,8 @@ pub(crate) fn latent_yarn_weights(
     Some((weight_of(attention_factor * yarn_scale(factor, all)), all))
 }
 
-/// The factor of YaRN on cos and sin.
-fn yarn_scale(factor: f64, weight: f64) -> f64 {
+/// The factor of YaRN on cos and sin, with this weight (`mscale`), usually 1.
+pub(crate) fn yarn_scale(factor: f64, weight: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
 }
 

@@ -157,9 +157,8 @@ fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
 /// Buffers that old versions of transformers saved, the copy of a tied head, and the layers behind the last that predict further
 /// tokens (GLM 4.5 and 4.7, DeepSeek-V3).
 fn is_no_parameter(tensor: &str, spec: &ModelSpec) -> bool {
-    if matches!(spec.architecture.as_str(), "glm4_moe" | "glm4_moe_lite" | "deepseek_v3")
-        && let Some(layer) = tensor.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next())
-        && layer.parse::<u32>().is_ok_and(|layer| layer >= spec.num_layers)
+    if let Some(layer) = tensor.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next())
+        && layer.parse().is_ok_and(|layer| spec.is_behind_the_last(layer))
     {
         return true;
     }

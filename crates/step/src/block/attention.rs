@@ -22,8 +22,8 @@ pub(super) fn project_qkv(
     weights: &BlockWeights,
     normed: &Tensor,
 ) -> Result<Qkv, StepError> {
-    if let Some(turned) = ctx.turned {
-        return turned.project(ctx, weights, normed);
+    if let Some(absorbed) = ctx.absorbed {
+        return absorbed.project(ctx, weights, normed);
     }
     if let Some(heads) = latent::Heads::of(ctx) {
         return heads.project(ctx, weights, normed);

@@ -8,16 +8,13 @@
 //! From there on it is attention with a head of keys and values for each head of queries. Values are as wide as keys there, with
 //! zeros behind the V that they have; what attention gives is made narrow again before it is multiplied or kept.
 //!
-//! Generation caches `(c, r)` alone ([`LatentCache`]): `q k = q (W_k c) + q_r r = (q W_k) c + q_r r`, so that queries which took in
-//! their heads' half of the matrix see the vectors as the keys of one head, and what they gather of them as values goes through the
-//! other half behind attention.
+//! In generation attention is over a cache of narrow vectors ([`cached`]).
 
-use plimsoll_device::{
-    AttentionShape, DType, Device, DeviceExt, Elementwise, HeadColumns, Heads as Columns, MAX_HEAD_DIM,
-    RotatedHeads, Routing, Tensor,
-};
+mod cached;
+
+use plimsoll_device::{DeviceExt, Elementwise, HeadColumns, Heads as Columns, RotatedHeads, Tensor};
 use plimsoll_memory::Tag;
-use plimsoll_model::{Adapted, AdapterLayout, LatentAttention, ModelSpec, NormSpec, Role};
+use plimsoll_model::{LatentAttention, ModelSpec, NormSpec, Role};
 
 use super::attention::{project, project_backward, raw_backward, rotate};
 use super::parts::before;
@@ -25,10 +22,10 @@ use super::saved::{Attended, Qkv, Raw};
 use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
-use crate::head::reshaped;
-use crate::matrices::Matrices;
 use crate::norm::{Norm, Normed};
-use crate::store::{BlockWeights, WeightStorage};
+use crate::store::BlockWeights;
+
+pub(crate) use cached::{Absorbed, LatentCache, values_of_cache};
 
 /// The widths of latent attention.
 #[derive(Clone, Copy)]
@@ -201,167 +198,6 @@ struct Vectors {
     raw: Raw,
 }
 
-/// How a cache of narrow vectors is read (DeepSeek-V2, 2024, section 2.1.2): as one head of keys `[kv_rank + R]`, whose first columns are
-/// the values too.
-#[derive(Clone, Copy)]
-pub(crate) struct LatentCache {
-    heads: Heads,
-}
-
-impl LatentCache {
-    /// That of a model with latent attention, unless its vectors are wider than attention's heads, or the matrix that is taken in has an
-    /// adapter, or a type in which its heads are not apart.
-    pub fn of(spec: &ModelSpec, storage: &WeightStorage<'_>) -> Option<LatentCache> {
-        let own = LatentCache::of_model(spec)?;
-        let is_adapted = |adapters: &AdapterLayout| {
-            adapters.trained().any(|p| matches!(p.role, Role::Lora(_, Adapted::KvUpProj)))
-        };
-        let matrix = own.heads.of_vector() * own.heads.latent.kv_rank;
-        let mut parameters = spec.parameters().into_iter().filter(|p| p.role == Role::KvUpProj);
-        let apart = parameters.all(|p| {
-            let dtype = (storage.types)(&p);
-            matrix.is_multiple_of(dtype.run_elements()) && !dtype.is_fp8()
-        });
-        (apart && !storage.adapters.is_some_and(is_adapted)).then_some(own)
-    }
-
-    /// The same for all that the model says.
-    fn of_model(spec: &ModelSpec) -> Option<LatentCache> {
-        let own = LatentCache { heads: Heads::of_model(spec)? };
-        (own.width() <= MAX_HEAD_DIM).then_some(own)
-    }
-
-    /// The widest row that a head has in a cache of the model.
-    pub fn widest_head(spec: &ModelSpec) -> u64 {
-        let own = LatentCache::of_model(spec).map_or(0, |own| own.width());
-        own.max(spec.attention.head_dim)
-    }
-
-    /// Values of a position.
-    pub fn width(&self) -> u64 {
-        self.heads.latent.kv_rank + self.heads.rotated
-    }
-
-    /// The shape of attention over it, from that over keys and values of all heads.
-    pub fn shape(&self, of_heads: AttentionShape) -> AttentionShape {
-        AttentionShape { kv_heads: 1, head_dim: self.width(), ..of_heads }
-    }
-
-    /// What a pass of so many tokens needs beside its tokens.
-    pub fn turned(self, device: &dyn Device, tokens: u64) -> Result<Turned, StepError> {
-        let heads = self.heads.heads;
-        let write = |values: Vec<u32>, name| -> Result<Tensor, StepError> {
-            let out = device.alloc(DType::U32, &[values.len() as u64], Tag::Data, name)?;
-            device.write_u32(&out, &values)?;
-            Ok(out)
-        };
-        let number = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-        let offsets = write((0..=heads).map(|head| number(head * tokens)).collect(), "heads.offsets")?;
-        let order = |rows: u64, columns: u64| -> Vec<u32> {
-            let places = (0..columns).flat_map(|i| (0..rows).map(move |j| j * columns + i));
-            places.map(number).collect()
-        };
-        let orders = match tokens {
-            1 => None,
-            _ => {
-                let by_head = write(order(tokens, heads), "heads.first")?;
-                Some([by_head, write(order(heads, tokens), "tokens.first")?])
-            }
-        };
-        Ok(Turned { cache: self, offsets, orders })
-    }
-}
-
-/// Rows of tokens turned into rows of heads, for products of each head with its own part of a matrix.
-pub(crate) struct Turned {
-    cache: LatentCache,
-    /// u32 `[heads + 1]`: the first row of each head.
-    offsets: Tensor,
-    /// u32 `[N * heads]`: rows of tokens by head, and rows of heads by token; of one token both are the same.
-    orders: Option<[Tensor; 2]>,
-}
-
-impl Turned {
-    /// Queries `[N, heads * (kv_rank + R)]`, and the rows of the cache as keys and as values, `[N, kv_rank + R]`.
-    pub fn project(
-        &self,
-        ctx: &Context<'_>,
-        weights: &BlockWeights,
-        normed: &Tensor,
-    ) -> Result<Qkv, StepError> {
-        let own = self.cache.heads;
-        let (plain, rank, width) = (own.plain(), own.latent.kv_rank, self.cache.width());
-        let (q, _) = own.project_queries(ctx, weights, normed)?;
-        let rows = q.rows() * own.heads;
-        let alloc = |columns, name| new(ctx, rows, columns, name);
-        let of_tokens = reshaped(&q, &[rows, own.dim])?;
-        drop(q);
-        let q = self.by_head(ctx, of_tokens)?;
-        // The matrix has rows for values behind those for keys: zeros pass them over.
-        let plain_q = alloc(own.of_vector(), "q.plain")?;
-        ctx.device.run(Elementwise::Fill { out: &plain_q, value: 0.0 })?;
-        columns(ctx, (&q, 0), (&plain_q, 0), plain)?;
-        let absorbed = alloc(rank, "q.absorbed")?;
-        self.matrices(weights)?.backward_input(ctx.device, &plain_q, &absorbed, false, ctx.compute)?;
-        drop(plain_q);
-        let wide = alloc(width, "q.wide")?;
-        columns(ctx, (&absorbed, 0), (&wide, 0), rank)?;
-        columns(ctx, (&q, plain), (&wide, rank), own.rotated)?;
-        drop((absorbed, q));
-        let wide = self.by_token(ctx, wide)?;
-        let q = reshaped(&wide, &[normed.rows(), own.heads * width])?;
-        drop(wide);
-
-        let Vectors { normed, common, .. } = own.project_vectors(ctx, weights, normed)?;
-        let k = new(ctx, normed.rows(), width, "kv")?;
-        columns(ctx, (&normed, 0), (&k, 0), rank)?;
-        columns(ctx, (&common, 0), (&k, rank), own.rotated)?;
-        Ok(Qkv { q, v: k.clone(), k, raw_q: None, raw_k: None })
-    }
-
-    /// Values of heads `[N, heads * V]` from what attention gave.
-    fn values(&self, ctx: &Context<'_>, weights: &BlockWeights, out: Tensor) -> Result<Tensor, StepError> {
-        let own = self.cache.heads;
-        let (tokens, width) = (out.rows(), own.latent.value_dim);
-        let rows = tokens * own.heads;
-        let alloc = |columns, name| new(ctx, rows, columns, name);
-        let gathered = reshaped(&out, &[rows, self.cache.width()])?;
-        drop(out);
-        let gathered = self.by_head(ctx, gathered)?;
-        let vectors = alloc(own.latent.kv_rank, "attention.latent")?;
-        columns(ctx, (&gathered, 0), (&vectors, 0), own.latent.kv_rank)?;
-        drop(gathered);
-        let up = alloc(own.of_vector(), "attention.up")?;
-        self.matrices(weights)?.forward(ctx.device, &vectors, None, &up, false, ctx.compute)?;
-        drop(vectors);
-        let values = alloc(width, "attention.values")?;
-        columns(ctx, (&up, own.plain()), (&values, 0), width)?;
-        drop(up);
-        reshaped(&self.by_token(ctx, values)?, &[tokens, own.heads * width])
-    }
-
-    /// The matrix of each head: rows for its keys, and for its values behind them.
-    fn matrices<'t>(&'t self, weights: &'t BlockWeights) -> Result<Matrices<'t>, StepError> {
-        let all = weights.linear(Role::KvUpProj, None)?.whole()?;
-        Ok(Matrices { all, offsets: Some(&self.offsets) })
-    }
-
-    fn by_head(&self, ctx: &Context<'_>, x: Tensor) -> Result<Tensor, StepError> {
-        self.in_order(ctx, x, 0)
-    }
-
-    fn by_token(&self, ctx: &Context<'_>, x: Tensor) -> Result<Tensor, StepError> {
-        self.in_order(ctx, x, 1)
-    }
-
-    fn in_order(&self, ctx: &Context<'_>, x: Tensor, which: usize) -> Result<Tensor, StepError> {
-        let Some(sources) = self.orders.as_ref().and_then(|orders| orders.get(which)) else { return Ok(x) };
-        let out = new(ctx, x.rows(), x.columns(), "heads")?;
-        ctx.device.run(Routing::Gather { x: &x, sources, each: 1, out: &out })?;
-        Ok(out)
-    }
-}
-
 fn new(ctx: &Context<'_>, rows: u64, columns: u64, name: &'static str) -> Result<Tensor, StepError> {
     Ok(ctx.device.alloc(ctx.activations, &[rows, columns], Tag::Attention, name)?)
 }
@@ -418,18 +254,6 @@ fn through_norm(
     let dnormed = project_backward(ctx, weights, (of_linear, None), (&normed, &dout), None, gradients)?;
     drop((normed, dout));
     raw_backward(ctx, &norm, raw, &dnormed, "dlatent", gradients)
-}
-
-/// Values of heads from what attention over a cache gave.
-pub(crate) fn values_of_cache(
-    ctx: &Context<'_>,
-    weights: &BlockWeights,
-    out: Tensor,
-) -> Result<Tensor, StepError> {
-    match ctx.turned {
-        Some(turned) => turned.values(ctx, weights, out),
-        None => narrowed(ctx, out),
-    }
 }
 
 /// What attention gave, with heads as wide as values are.
