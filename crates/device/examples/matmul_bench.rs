@@ -2,7 +2,7 @@
 //! and of a decoding step over a whole small model's weights, in bytes a second.
 //!
 //! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
-//! `portable`, `avx2`, `avx512` and `avx512bf16`; with the last word there is no training, and names of types after it are
+//! `portable`, `avx2`, `avx512`, `avx512bf16` and `amx`; with the last word there is no training, and names of types after it are
 //! those of the weights; with `frozen` in its place there are only products of a batch, and of a prompt, with frozen weights of every
 //! type.
 //! The peak is measured in the same run by a loop of multiply-adds that touches no memory.
@@ -47,6 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some("portable") => Isa::Portable,
         Some("avx2") => Isa::Avx2,
         Some("avx512") => Isa::Avx512,
+        Some("avx512bf16") => Isa::Avx512Bf16,
         _ => Isa::detect(),
     };
     let isa = isa.min(Isa::detect());
@@ -269,8 +270,9 @@ fn peak(pool: &Pool, isa: Isa, compute: Compute) -> f64 {
         // SAFETY: the instruction set was found on this machine.
         unsafe {
             match (isa, compute) {
+                (Isa::Amx, Compute::Bf16) => return registers::amx(steps),
                 (Isa::Avx512Bf16, Compute::Bf16) => return registers::avx512_bf16(steps),
-                (Isa::Avx512 | Isa::Avx512Bf16, _) => return registers::avx512(steps),
+                (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, _) => return registers::avx512(steps),
                 (Isa::Avx2, _) => return registers::avx2(steps),
                 _ => {}
             }
@@ -319,6 +321,32 @@ mod registers {
         }
         black_box(sums);
         (24 * 16 * 4) as f64
+    }
+
+    /// Four products of tiles a step.
+    pub fn amx(steps: usize) -> f64 {
+        #[repr(align(64))]
+        struct Configuration([u8; 64]);
+        let mut all = Configuration([0; 64]);
+        all.0[0] = 1;
+        for tile in 0..8 {
+            (all.0[16 + 2 * tile], all.0[48 + tile]) = (64, 16);
+        }
+        // SAFETY: the instructions were found on this machine; zeros times zeros, in registers.
+        unsafe {
+            std::arch::asm!("ldtilecfg [{}]", in(reg) &raw const all, options(nostack, readonly));
+            for _ in 0..steps {
+                std::arch::asm!(
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    options(nostack, nomem)
+                );
+            }
+            std::arch::asm!("tilerelease", options(nostack, nomem));
+        }
+        (4 * 16 * 16 * 32 * 2) as f64
     }
 
     #[target_feature(enable = "avx2,fma")]

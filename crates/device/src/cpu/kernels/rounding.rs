@@ -12,7 +12,7 @@ use crate::cpu::Isa;
 /// To nearest, ties to even; NaNs stay NaNs.
 pub(super) fn narrow_nearest(simd: Simd, x: &[f32], out: &mut [bf16]) {
     #[cfg(target_arch = "x86_64")]
-    if simd.isa() == Isa::Avx512Bf16 {
+    if simd.isa() >= Isa::Avx512Bf16 {
         // SAFETY: a `Simd` is only made of an instruction set that this machine has.
         return unsafe { narrow_by_instruction(x, out) };
     }

@@ -86,7 +86,7 @@ macro_rules! per_isa {
 
                 match simd.isa() {
                     // SAFETY: a `Simd` is only made of an instruction set that this machine has.
-                    Isa::Avx512 | Isa::Avx512Bf16 => return unsafe { avx512 $(::<$generic>)? ($($arg),*) },
+                    Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => return unsafe { avx512 $(::<$generic>)? ($($arg),*) },
                     // SAFETY: as above.
                     Isa::Avx2 => return unsafe { avx2 $(::<$generic>)? ($($arg),*) },
                     Isa::Portable => {}

@@ -36,6 +36,7 @@ const CHUNK_WITH_SUMS: usize = 512;
 struct Side {
     lines: Lines,
     width: usize,
+    pack: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
 }
 
 impl Side {
@@ -77,7 +78,8 @@ fn parts_or_nothing(count: usize, size: usize) -> impl Iterator<Item = Range<usi
 /// Operands and C are valid, and C overlaps neither.
 pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let Product { kernels, a, b, k, c, .. } = *product;
-    let (a, b) = (Side { lines: a, width: kernels.rows }, Side { lines: b, width: kernels.columns });
+    let a = Side { lines: a, width: kernels.rows, pack: kernels.pack_a };
+    let b = Side { lines: b, width: kernels.columns, pack: kernels.pack_b };
     let share_a = a.lines.count < b.lines.count;
     let (shared, strips) = if share_a { (a, b) } else { (b, a) };
 
@@ -85,7 +87,8 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     // Whole chains, which begin at the same k wherever k ends.
     let whole = if k_blocks > 1 { CHAIN * kernels.k_per_unit } else { 32 };
     let k_block = k.div_ceil(k_blocks).next_multiple_of(whole);
-    let panel = panel_stride(shared.width, k_block.div_ceil(kernels.k_per_unit));
+    let units = |k: usize| k.div_ceil(kernels.k_per_unit).next_multiple_of(kernels.step);
+    let panel = panel_stride(shared.width, units(k_block));
 
     // A narrow C cannot hold the sums from one block of k to the next.
     let beside = c.dtype != DType::F32 && k > k_block;
@@ -114,7 +117,7 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
                     shared_lines: &shared_lines,
                     strips,
                     strips_lines: &strips_lines,
-                    units: k_part.len().div_ceil(kernels.k_per_unit),
+                    units: units(k_part.len()),
                     k: k_part,
                     packed,
                     sums: sums(product, &place, beside.then_some(common)),
@@ -264,13 +267,11 @@ impl Round<'_> {
     /// As for [`run`](Round::run); no other task has this number.
     unsafe fn pack_shared(&self, deal: &Deal, task: usize) {
         let panels = task * deal.packing..deal.shared_panels.min((task + 1) * deal.packing);
-        let Side { lines, width } = self.shared;
+        let Side { lines, width, pack } = self.shared;
         let stride = panel_stride(width, self.units);
         let to = Panels { data: self.packed.wrapping_add(panels.start * stride), width, stride };
         // SAFETY: as for this function.
-        unsafe {
-            (self.kernels.pack)(lines, self.shared.lines_of(panels, self.shared_lines), self.k.clone(), to)
-        };
+        unsafe { pack(lines, self.shared.lines_of(panels, self.shared_lines), self.k.clone(), to) };
     }
 
     /// Packs a strip and multiplies it with its part of the shared chunk.
@@ -279,13 +280,13 @@ impl Round<'_> {
     /// As for [`run`](Round::run); no other task has this number or uses `own`.
     unsafe fn multiply(&self, deal: &Deal, task: usize, own: Memory, packed: &AtomicUsize) {
         let (strip, part) = (task / deal.parts, task % deal.parts);
-        let Side { lines, width } = self.strips;
+        let Side { lines, width, pack } = self.strips;
         let stride = panel_stride(width, self.units);
         let strip_lines = self.strips.lines_of(deal.strip(strip), self.strips_lines);
         assert!(strip_lines.len().div_ceil(width) * stride * size_of::<f32>() <= own.bytes);
         let to = Panels { data: own.start.cast(), width, stride };
         // SAFETY: as for this function.
-        unsafe { (self.kernels.pack)(lines, strip_lines.clone(), self.k.clone(), to) };
+        unsafe { pack(lines, strip_lines.clone(), self.k.clone(), to) };
 
         // Packing tasks begin before all others and wait for nobody, so this ends.
         let mut spins = 0;

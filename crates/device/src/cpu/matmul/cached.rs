@@ -109,7 +109,7 @@ impl Kernels {
     fn new(isa: Isa) -> &'static Kernels {
         match isa.min(Isa::detect()) {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 => &avx512::KERNELS,
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => &avx512::KERNELS,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &avx2::KERNELS,
             _ => &portable::KERNELS,

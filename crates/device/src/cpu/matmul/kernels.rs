@@ -20,6 +20,7 @@ use crate::{Compute, DType};
 /// # Safety
 /// Of its functions: those of the functions in `pack` and `tile` that they run. The instruction set is there where the
 /// table came from [`Kernels::new`].
+#[derive(Clone, Copy)]
 pub(super) struct Kernels {
     /// Lines in a panel of A: rows of a tile.
     pub rows: usize,
@@ -27,7 +28,11 @@ pub(super) struct Kernels {
     pub columns: usize,
     /// Values of k in a unit.
     pub k_per_unit: usize,
-    pub pack: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
+    /// Units that are multiplied together: panels hold a multiple of them.
+    pub step: usize,
+    /// Lines of A and of B: the lines, those to be packed, their values of k, the place for them.
+    pub pack_a: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
+    pub pack_b: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
     pub multiply: unsafe fn(&Block),
     /// Rows of A for `multiply_columns`: the rows, the values of k, the place for them.
     pub pack_rows: unsafe fn(Lines, usize, *mut f32),
@@ -41,9 +46,11 @@ impl Kernels {
     pub fn new(isa: Isa, compute: Compute) -> &'static Kernels {
         match (isa.min(Isa::detect()), compute) {
             #[cfg(target_arch = "x86_64")]
+            (Isa::Amx, Compute::Bf16) => &amx_pairs::KERNELS,
+            #[cfg(target_arch = "x86_64")]
             (Isa::Avx512Bf16, Compute::Bf16) => &avx512_pairs::KERNELS,
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16, Compute::F32) => &avx512_single::KERNELS,
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, Compute::F32) => &avx512_single::KERNELS,
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512, Compute::Bf16) => &avx512_rounded::KERNELS,
             #[cfg(target_arch = "x86_64")]
@@ -66,7 +73,9 @@ macro_rules! kernels {
                 rows: $height,
                 columns: $vectors * <$engine as Engine>::V::LANES,
                 k_per_unit: <$engine as Engine>::K_PER_UNIT,
-                pack,
+                step: 1,
+                pack_a: pack,
+                pack_b: pack,
                 multiply,
                 pack_rows,
                 multiply_columns,
@@ -102,7 +111,7 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn multiply(block: &Block) {
                 // SAFETY: as above.
-                unsafe { tile::multiply::<$engine>(block, $height, KERNELS.columns, tile) }
+                unsafe { tile::multiply::<$engine, $height>(block, KERNELS.columns, tile) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -181,3 +190,33 @@ kernels!(
     avx512_pairs, Pairs, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"
 );
+
+/// Tiles where a product has more than a few rows; those of a few rows are as without.
+#[cfg(target_arch = "x86_64")]
+pub(super) mod amx_pairs {
+    use super::*;
+    use crate::cpu::matmul::amx;
+
+    pub static KERNELS: Kernels = Kernels {
+        rows: amx::HEIGHT,
+        columns: amx::WIDTH,
+        step: amx::STEP,
+        pack_a: amx::pack_a,
+        pack_b,
+        multiply: amx::multiply,
+        ..avx512_pairs::KERNELS
+    };
+
+    /// The same without the instructions.
+    #[cfg(test)]
+    pub static WRITTEN: Kernels = Kernels { multiply: amx::multiply_written, ..KERNELS };
+
+    unsafe fn pack_b(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+        // SAFETY: the caller vouches for the operands and the instruction set, and panels have room for whole steps.
+        unsafe {
+            let (count, values) = (lines.len(), k.len());
+            (avx512_pairs::KERNELS.pack_b)(from, lines, k, to);
+            amx::fill_up_b(count, values, to);
+        }
+    }
+}

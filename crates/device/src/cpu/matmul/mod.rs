@@ -1,5 +1,7 @@
 //! Matrix products: C (+)= A B with any strides and storage types, f32 sums.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod blocked;
 pub(super) mod cached;
 mod crew;
@@ -180,7 +182,20 @@ unsafe fn run(
     c: Output,
     accumulate: bool,
 ) {
-    let kernels = Kernels::new(isa, compute);
+    // SAFETY: as for this function.
+    unsafe { run_on(Kernels::new(isa, compute), crew, a, b, c, accumulate) }
+}
+
+/// # Safety
+/// As for [`matmul`], and the machine has the kernels' instructions.
+unsafe fn run_on(
+    kernels: &'static Kernels,
+    crew: &mut impl Crew,
+    a: Operand,
+    b: Operand,
+    c: Output,
+    accumulate: bool,
+) {
     let product =
         Product { kernels, a: Lines::rows_of(a), b: Lines::columns_of(b), k: a.columns, c, accumulate };
     if few_rows::suits(&product) {

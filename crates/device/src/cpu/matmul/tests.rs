@@ -7,6 +7,8 @@ use super::storage::element;
 use super::storage::tests::random_blocks;
 use super::tile::CHAIN;
 use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
+#[cfg(target_arch = "x86_64")]
+use super::{crew::Alone, kernels::amx_pairs, run_on};
 use crate::cpu::{Isa, Pool};
 use crate::{Compute, DType};
 
@@ -211,6 +213,25 @@ fn check(case: Case, pools: &[Pool], scratch: &mut [u8]) {
             let again = case.on(pool, isa, a.view, b.view);
             assert!(first == again, "{isa} {case:?}: other bits on {} threads", pool.threads());
         }
+    }
+    #[cfg(target_arch = "x86_64")]
+    check_amx_written_out(case, scratch);
+}
+
+/// AMX without AMX: its packing, tiles and edges, with the instructions in plain code; and the same bits where they exist.
+#[cfg(target_arch = "x86_64")]
+fn check_amx_written_out(case: Case, scratch: &mut [u8]) {
+    if case.compute != Compute::Bf16 || Isa::detect() < Isa::Avx512Bf16 {
+        return;
+    }
+    let (a, b) = case.operands();
+    let written = case.run(a.view, b.view, |a, b, c| {
+        // SAFETY: the matrices own their memory, and C is another; the machine has what the table needs.
+        unsafe { run_on(&amx_pairs::WRITTEN, &mut Alone::new(scratch), a, b, c, case.accumulate) }
+    });
+    case.verify(Isa::Amx, &a, &b, &written);
+    if Isa::detect() >= Isa::Amx {
+        assert!(written == case.alone(Isa::Amx, a.view, b.view, scratch), "{case:?}: other bits written out");
     }
 }
 

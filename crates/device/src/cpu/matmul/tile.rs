@@ -125,13 +125,14 @@ pub(super) const LINE: usize = 64;
 /// A tile in f32.
 #[derive(Clone, Copy)]
 pub(super) struct Tile {
-    a: *const f32,
-    b: *const f32,
-    units: usize,
-    start: *const f32,
-    start_stride: usize,
-    out: *mut f32,
-    out_stride: usize,
+    pub a: *const f32,
+    pub b: *const f32,
+    pub units: usize,
+    /// Sums to go on from, or null, and where they end up.
+    pub start: *const f32,
+    pub start_stride: usize,
+    pub out: *mut f32,
+    pub out_stride: usize,
     /// The part of C that comes after this one, to be fetched meanwhile, and the bytes between its rows.
     next: *const u8,
     next_stride: usize,
@@ -139,29 +140,48 @@ pub(super) struct Tile {
     later: *const u8,
     later_stride: usize,
     later_lines: usize,
+    /// Whether it is B's panels that change from one tile to the next.
+    pub b_streams: bool,
+    /// Room for a tile's sums, [`MAX_WIDTH`] to a row.
+    pub spare: *mut f32,
 }
 
-/// Multiplies a block tile by tile. `tile(rows, tile)` runs [`kernel`] on a tile of at most `height` rows.
+impl Tile {
+    /// Asks for the part of C that comes next and for a share of what is wanted later, all at once.
+    #[inline(always)]
+    pub fn fetch_ahead<const ROWS: usize, const ROW_BYTES: usize>(&self) {
+        for row in 0..ROWS {
+            for part in (0..ROW_BYTES).step_by(LINE) {
+                prefetch(self.next.wrapping_add(row * self.next_stride + part));
+            }
+        }
+        for line in 0..self.later_lines {
+            prefetch_later(self.later.wrapping_add(line * self.later_stride));
+        }
+    }
+}
+
+/// Multiplies a block tile by tile. `tile(rows, tile)` runs [`kernel`] on a tile of at most `HEIGHT` rows, or does the same.
 ///
 /// # Safety
 /// The machine has the engine's instruction set, panels hold what `block` says, C is valid.
 #[inline(always)]
-pub(super) unsafe fn multiply<E: Engine>(
+pub(super) unsafe fn multiply<E: Engine, const HEIGHT: usize>(
     block: &Block,
-    height: usize,
     width: usize,
     tile: unsafe fn(usize, &Tile),
 ) {
-    let a_panels = block.rows.div_ceil(height);
+    let a_panels = block.rows.div_ceil(HEIGHT);
     let b_panels = block.columns.div_ceil(width);
     let (outer, inner) = if block.b_outer { (b_panels, a_panels) } else { (a_panels, b_panels) };
     let place = |x, y| if block.b_outer { (y, x) } else { (x, y) };
     let runs = Runs::new(block.ahead, outer * inner);
+    let (mut sums, mut spare) = (Buffer::<HEIGHT>::new(), Buffer::<HEIGHT>::new());
     for x in 0..outer {
         for y in 0..inner {
             let (i, j) = place(x, y);
-            let (row, column) = (i * height, j * width);
-            let (rows, columns) = (height.min(block.rows - row), width.min(block.columns - column));
+            let (row, column) = (i * HEIGHT, j * width);
+            let (rows, columns) = (HEIGHT.min(block.rows - row), width.min(block.columns - column));
             let Sums { start, start_stride, out, out_stride, finish } = block.sums.at(row, column);
             let (next_i, next_j) = if y + 1 < inner { place(x, y + 1) } else { place(x + 1, 0) };
             // SAFETY: panels i and j exist, and the tile lies in the block.
@@ -174,41 +194,55 @@ pub(super) unsafe fn multiply<E: Engine>(
                     start_stride,
                     out: out.cast(),
                     out_stride,
-                    next: block.sums.at(next_i * height, next_j * width).out,
+                    next: block.sums.at(next_i * HEIGHT, next_j * width).out,
                     next_stride: out_stride * finish.bytes(),
                     later: runs.start(x * inner + y),
                     later_stride: runs.line_stride,
                     later_lines: runs.lines,
+                    b_streams: !block.b_outer,
+                    spare: spare.start(),
                 };
                 if columns == width && finish == Finish::F32 {
                     tile(rows, &whole);
                 } else {
-                    buffered_tile::<E>(rows, columns, whole, finish, tile);
+                    buffered_tile::<E>(rows, columns, whole, finish, sums.start(), tile);
                 }
             }
         }
     }
 }
 
-/// Rows and columns of the largest tile of any engine.
-const MAX_HEIGHT: usize = 14;
-const MAX_WIDTH: usize = 32;
+/// Columns of the widest tile of any engine.
+pub(super) const MAX_WIDTH: usize = 32;
 
+/// Sums of a tile.
 #[repr(align(64))]
-struct Buffer([f32; MAX_HEIGHT * MAX_WIDTH]);
+struct Buffer<const HEIGHT: usize>([[f32; MAX_WIDTH]; HEIGHT]);
 
-/// A tile whose sums are not simply stored as f32, or with fewer columns than its vectors hold: by way of a buffer.
+impl<const HEIGHT: usize> Buffer<HEIGHT> {
+    #[inline(always)]
+    fn new() -> Self {
+        Buffer([[0.0; MAX_WIDTH]; HEIGHT])
+    }
+
+    #[inline(always)]
+    fn start(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr().cast()
+    }
+}
+
+/// A tile whose sums are not simply stored as f32, or with fewer columns than its vectors hold: by way of a buffer with
+/// room for the largest tile, in which any values may lie.
 #[inline(always)]
 unsafe fn buffered_tile<E: Engine>(
     rows: usize,
     columns: usize,
     tile: Tile,
     finish: Finish,
+    buffer: *mut f32,
     run: unsafe fn(usize, &Tile),
 ) {
     let lanes = E::V::LANES;
-    let mut buffer = Buffer([0.0; MAX_HEIGHT * MAX_WIDTH]);
-    let buffer = buffer.0.as_mut_ptr();
     // SAFETY: `rows` by `columns` values exist at `start`, if it is not null, and at `out`; the buffer holds the
     // largest tile.
     unsafe {
