@@ -21,6 +21,7 @@ static double now(void) {
 }
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define COUNT 12
 #define EACH(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
@@ -45,6 +46,27 @@ __attribute__((target("avx512f"))) static void fma512(void) { LOOP(__m512, _mm51
 __attribute__((target("avx512f,avx512bf16"))) static void dot512(void) {
     LOOP(__m512, _mm512_set1_ps(1e-9f), HIDE512, DOT512)
 }
+
+/* Four products of tiles of 16 x 32 and 32 x 16 bf16 an iteration, where the system lets this process have the tiles. */
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILE_FLOPS (4 * 16 * 16 * 32 * 2)
+static int may_use_tiles(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 5) != 5) return 0;
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+static void tiles(void) {
+    uint8_t all[64] __attribute__((aligned(64))) = {1};
+    for (int i = 0; i < 8; i++) all[16 + 2 * i] = 64, all[48 + i] = 16;
+    __asm__ volatile("ldtilecfg %0" ::"m"(all));
+    for (int i = 0; i < ITERATIONS / 16; i++)
+        __asm__ volatile("tdpbf16ps %tmm6, %tmm4, %tmm0\n tdpbf16ps %tmm7, %tmm4, %tmm1\n"
+                         "tdpbf16ps %tmm6, %tmm5, %tmm2\n tdpbf16ps %tmm7, %tmm5, %tmm3");
+    __asm__ volatile("tilerelease");
+}
+#endif
 #endif
 
 /* A loop of plain C, where nothing better is known: the compiler's vectors. */
@@ -94,6 +116,9 @@ int main(int count, char **arguments) {
     if (__builtin_cpu_supports("avx512f")) f32 = (struct kernel){"avx512", fma512, COUNT * 16 * 2};
     else if (__builtin_cpu_supports("fma")) f32 = (struct kernel){"avx2", fma256, COUNT * 8 * 2};
     if (__builtin_cpu_supports("avx512bf16")) bf16 = (struct kernel){"avx512bf16", dot512, COUNT * 32 * 2};
+#if defined(__linux__)
+    if (may_use_tiles()) bf16 = (struct kernel){"amx", tiles, TILE_FLOPS / 16.0};
+#endif
 #endif
     printf("{\"threads\": %d, \"f32\": {\"kernel\": \"%s\", \"gflops\": %.1f}, ", threads, f32.name,
            gflops(f32, threads));

@@ -9,7 +9,7 @@ use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError, DeviceTraits};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates};
+use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, Wiring};
 use plimsoll_step::Precision;
 
 use crate::args::ConfigSource;
@@ -154,6 +154,11 @@ impl Engine {
         self.speeds.get_or_init(|| Speeds::of(&self.hardware.cpu, (&self.pool, self.isa), self.again, room))
     }
 
+    /// The 16-bit type that this machine has units for, whatever it was measured to do.
+    fn narrow(&self) -> Option<DType> {
+        (self.isa >= Isa::Amx).then_some(DType::Bf16)
+    }
+
     /// What the planner needs to know to plan a model with so many tokens. What planning itself holds without need is given back.
     pub fn machine(&self, config: &RawConfig, tokens: u64, progress: Progress) -> Machine {
         release_free_heap();
@@ -161,7 +166,11 @@ impl Engine {
         let speeds = self.speeds_within(line.bytes.saturating_sub(resident_bytes()));
         let disk = speeds.disk(&config.disk_path()).map_or(DiskRates::USUAL, |disk| disk.rates);
         Machine {
-            rates: Rates { disk, ..speeds.machine.rates },
+            rates: Rates {
+                disk,
+                wiring: Wiring { narrow: self.narrow(), ..Wiring::CPU },
+                ..speeds.machine.rates
+            },
             limits: ProcessLimits::detect(),
             overhead_bytes: overhead_bytes(&self.pool, tokens, progress),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),

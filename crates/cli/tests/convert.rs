@@ -112,7 +112,7 @@ fn groups_have_types_of_their_own() {
     let end = config.find("\ndata").unwrap();
     let config = format!("{}  from_scratch: {sizes}{}", &config[..begin], &config[end..]);
     std::fs::write(folder.join("m.yaml"), config).unwrap();
-    ok(folder, &["train", "m.yaml"]);
+    ok(folder, &["train", "m.yaml", "--set", "training.mixed_precision=f32"]);
     let inspect =
         |model: &str| -> Value { serde_json::from_str(&ok(folder, &["inspect", model, "--json"])).unwrap() };
     let before = loss(folder, "mixture", &[]);

@@ -184,6 +184,8 @@ fn room_is_asked_for_all_checkpoints_that_are_there_at_once() {
         "output.save_steps=1",
         "--set",
         "output.save_total_limit=2",
+        "--set",
+        "training.mixed_precision=f32",
     ];
     let Some(output) = with_own_disk(folder.path(), "size=2m", &arguments) else { return };
     check_contains(&error(&output), &["3 checkpoints at once", "output.save_total_limit"]);

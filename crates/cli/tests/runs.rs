@@ -265,7 +265,7 @@ fn a_resumed_run_takes_other_choices_with_a_word_and_refuses_to_become_another_r
 #[test]
 fn the_time_and_the_disk_of_the_whole_run_are_said_beforehand_and_kept() {
     let folder = folder();
-    let set = ["--set", "output.save_total_limit=2"];
+    let set = ["--set", "output.save_total_limit=2", "--set", "training.mixed_precision=f32"];
     let plan = ok(folder.path(), &[&["plan", "c.yaml", "--json"][..], &set].concat());
     let plan: Value = serde_json::from_str(&plan).unwrap();
     let run = &plan["run"];

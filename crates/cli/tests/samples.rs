@@ -48,6 +48,7 @@ fn samples_are_measured_as_in_validation() {
             format!("data.validation={file}"),
             format!("data.format={format}"),
             "data.sequence_length=160".to_owned(),
+            "training.mixed_precision=f32".to_owned(),
         ];
         for setting in settings.into_iter().chain(further.iter().map(|s| (*s).to_owned())) {
             train.extend(["--set".to_owned(), setting]);

@@ -92,7 +92,8 @@ fn copy(from: &Path, to: &Path) {
 fn frozen_weights_come_from_the_files_that_hold_them() {
     let folder = folder();
     let path = folder.path();
-    ok(path, &["train", "c.yaml", "--set", "model.from_scratch.hidden_size=64", "--set", "output.dir=base"]);
+    let base = ["model.from_scratch.hidden_size=64", "output.dir=base", "training.mixed_precision=f32"];
+    ok(path, &[&["train", "c.yaml"][..], &base.map(|set| ["--set", set]).concat()].concat());
     ok(path, &["convert", "--model", "base", "--output", "base.gguf", "--dtype", "q8_0"]);
     for (model, method) in [("base", "lora"), ("base.gguf", "qlora"), ("base", "qlora")] {
         let config = format!(

@@ -180,8 +180,9 @@ impl Search<'_> {
     /// The best of all candidates with an offload.
     fn candidates(&self, offload: Offload) -> Result<Option<Choice>, StepError> {
         let all = precisions(&self.config.training, self.method, self.limits.narrow);
-        // A precision that loses nothing is preferred to one that does, however fast, but on a device that is made for the other.
-        let together = if self.limits.narrow.is_some() { all.len() } else { 1 };
+        // A precision that loses nothing is preferred to one that does, however fast; on a CPU that is made for bf16, bf16 is preferred.
+        // Speeds of cards are the catalogue's; those of a CPU are measured, and shall not decide what a step computes.
+        let together = if self.limits.narrow.is_some() && self.limits.is_apart { all.len() } else { 1 };
         for alike in all.chunks(together.max(1)) {
             for batches in batches(self.config) {
                 let mut possible = Vec::new();

@@ -66,7 +66,7 @@ impl fmt::Display for Isa {
 
 #[cfg(target_arch = "x86_64")]
 mod amx {
-    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    use std::arch::x86_64::__cpuid_count;
     use std::sync::OnceLock;
 
     /// Whether the machine has tiles of 16 rows of 64 bytes with products of bf16, and the system lets this process use
@@ -79,10 +79,14 @@ mod amx {
     /// Intel's manual, volume 2, CPUID: leaf 7 for the instructions, leaf 0x1d for the tiles of palette 1.
     fn exists() -> bool {
         const BF16_AND_TILES: u32 = 1 << 22 | 1 << 24;
-        if __cpuid(0).eax < 0x1d || __cpuid_count(7, 0).edx & BF16_AND_TILES != BF16_AND_TILES {
+        // Since Rust 1.93 the function is safe.
+        #[allow(unused_unsafe)]
+        // SAFETY: every x86-64 has the instruction.
+        let cpuid = |leaf, part| unsafe { __cpuid_count(leaf, part) };
+        if cpuid(0, 0).eax < 0x1d || cpuid(7, 0).edx & BF16_AND_TILES != BF16_AND_TILES {
             return false;
         }
-        let palette = __cpuid_count(0x1d, 1);
+        let palette = cpuid(0x1d, 1);
         let (row_bytes, tiles, rows) = (palette.ebx & 0xffff, palette.ebx >> 16, palette.ecx & 0xffff);
         row_bytes == 64 && tiles >= 8 && rows >= 16
     }

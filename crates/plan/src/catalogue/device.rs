@@ -127,7 +127,8 @@ impl DeviceModel {
     /// How fast it is: shares of what is stated, as measured elsewhere.
     pub fn rates(&self, disk: DiskRates, rank_link: f64, network: Option<Network>) -> Rates {
         if let Some(cpu) = &self.cpu {
-            let wiring = Wiring { rank_link, network, ..Wiring::CPU };
+            let narrow = cpu.measured.rates.narrow_of_cpu();
+            let wiring = Wiring { rank_link, network, narrow, ..Wiring::CPU };
             return Rates { disk, wiring, ..cpu.measured.rates };
         }
         let products = [OF_PEAK * self.f32, OF_PEAK * self.half];

@@ -1,5 +1,6 @@
 use std::collections::HashSet;
 
+use plimsoll_device::DType;
 use plimsoll_memory::ByteSize;
 
 use super::*;
@@ -139,7 +140,7 @@ fn a_calibrated_cpu_comes_back_from_its_file() {
         measured: Measured { rates, at: 1_700_000_000 },
     };
     let disk = Spill { size: ByteSize(1 << 40), read: 3e9, write: 2e9 };
-    let here = Target::of_cpu("Some CPU", ByteSize(16 << 30), cpu, Some(disk));
+    let here = Target::of_cpu("Some CPU", ByteSize(16 << 30), cpu.clone(), Some(disk));
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("here.yaml");
     let text = here.to_yaml().unwrap();
@@ -150,6 +151,11 @@ fn a_calibrated_cpu_comes_back_from_its_file() {
     assert_eq!(machine.rates, Rates { disk: DiskRates { read: 3e9, write: 2e9 }, ..rates });
     assert_eq!((machine.device_bytes, machine.host_bytes), (Some(16 << 30), None));
     assert_eq!(machine.overhead_bytes, 40 << 20);
+    // With units for bf16 it is trained in that by default, as GPUs are.
+    let cpu =
+        MeasuredCpu { measured: Measured { rates: Rates { matmul_bf16: 4e11, ..rates }, at: 0 }, ..cpu };
+    std::fs::write(&file, Target::of_cpu("AMX", ByteSize(16 << 30), cpu, None).to_yaml().unwrap()).unwrap();
+    assert_eq!(known(name).machine(0).rates.wiring.narrow, Some(DType::Bf16));
     for (good, bad, words) in [
         ("thin_bf16: 3e", "thin_bf16: -3e", "thin_bf16"),
         ("thin_bf16: 3000000000", "thin_bf16: 0", "thin_bf16"),

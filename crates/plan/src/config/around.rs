@@ -77,7 +77,7 @@ const ALL: &[Shaping] = &[
         "training.mixed_precision",
         Words,
         ByRule(
-            "f32 loses nothing; bf16 is taken where f32 does not fit or frozen weights are quantised, and no other type is",
+            "f32 loses nothing; bf16 is taken where the device is made for it, f32 does not fit or frozen weights are quantised, and no other type is",
         ),
     ),
     shaping(

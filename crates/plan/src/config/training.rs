@@ -29,7 +29,7 @@ section! {
         effective_batch_size: Auto<u64>, "the product of the other two", COUNT;
         /// Sequences of a batch of validation data; auto: as many as take no more memory than a step.
         eval_batch_size: Auto<u64> = Auto::Auto, COUNT;
-        /// The type that products are computed in and activations are kept in.
+        /// The type that products are computed in and activations are kept in; auto: bf16 where the device is made for it.
         mixed_precision: Auto<MixedPrecision> = Auto::Auto;
         /// Whether f32 weights stand behind narrower ones; without them updates are rounded stochastically.
         master_weights: Auto<MasterWeights> = Auto::Auto;

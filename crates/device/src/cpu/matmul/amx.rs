@@ -366,6 +366,8 @@ pub(super) unsafe fn pack_a(from: Lines, lines: Range<usize>, k: Range<usize>, t
             DType::F32 => pack_floats::<storage::F32>(from, lines, k, to),
             DType::Bf16 => pack_floats::<storage::Bf16>(from, lines, k, to),
             DType::F16 => pack_floats::<storage::F16>(from, lines, k, to),
+            DType::F8E4m3 => pack_floats::<storage::Fp8<storage::E4m3>>(from, lines, k, to),
+            DType::F8E5m2 => pack_floats::<storage::Fp8<storage::E5m2>>(from, lines, k, to),
             _ => pack_any(from, lines, k, to),
         }
     }
@@ -416,6 +418,7 @@ unsafe fn pack_across<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usi
     let whole = lines.len() / TILE * TILE;
     for (step, k_step) in k.clone().step_by(STEP * Pairs::K_PER_UNIT).enumerate() {
         for i in (0..whole).step_by(TILE) {
+            // SAFETY: registers only.
             let mut vectors = [unsafe { <Pairs as Engine>::V::splat(0.0) }; MAX_LANES];
             for (unit, vector) in vectors.iter_mut().enumerate() {
                 let k_at = k_step + unit * Pairs::K_PER_UNIT;

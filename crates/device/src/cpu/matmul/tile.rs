@@ -1,5 +1,7 @@
 //! The tile kernel: a few rows by a few vectors of C in registers, over all k of a pair of panels.
 
+use std::mem::MaybeUninit;
+
 use super::Dithered;
 use super::engine::Engine;
 use super::vector::{Vector, bf16_bits, bf16_value, f16_bits, f16_value};
@@ -141,13 +143,16 @@ pub(super) struct Tile {
     later_stride: usize,
     later_lines: usize,
     /// Whether it is B's panels that change from one tile to the next.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub b_streams: bool,
     /// Room for a tile's sums, [`MAX_WIDTH`] to a row.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub spare: *mut f32,
 }
 
 impl Tile {
     /// Asks for the part of C that comes next and for a share of what is wanted later, all at once.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     #[inline(always)]
     pub fn fetch_ahead<const ROWS: usize, const ROW_BYTES: usize>(&self) {
         for row in 0..ROWS {
@@ -215,14 +220,14 @@ pub(super) unsafe fn multiply<E: Engine, const HEIGHT: usize>(
 /// Columns of the widest tile of any engine.
 pub(super) const MAX_WIDTH: usize = 32;
 
-/// Sums of a tile.
+/// Room for the sums of a tile, which is written before it is read.
 #[repr(align(64))]
-struct Buffer<const HEIGHT: usize>([[f32; MAX_WIDTH]; HEIGHT]);
+struct Buffer<const HEIGHT: usize>(MaybeUninit<[[f32; MAX_WIDTH]; HEIGHT]>);
 
 impl<const HEIGHT: usize> Buffer<HEIGHT> {
     #[inline(always)]
     fn new() -> Self {
-        Buffer([[0.0; MAX_WIDTH]; HEIGHT])
+        Buffer(MaybeUninit::uninit())
     }
 
     #[inline(always)]
@@ -232,7 +237,7 @@ impl<const HEIGHT: usize> Buffer<HEIGHT> {
 }
 
 /// A tile whose sums are not simply stored as f32, or with fewer columns than its vectors hold: by way of a buffer with
-/// room for the largest tile, in which any values may lie.
+/// room for the largest tile.
 #[inline(always)]
 unsafe fn buffered_tile<E: Engine>(
     rows: usize,
@@ -250,7 +255,9 @@ unsafe fn buffered_tile<E: Engine>(
         if !tile.start.is_null() {
             for i in 0..rows {
                 let from = tile.start.add(i * tile.start_stride);
-                std::ptr::copy_nonoverlapping(from, buffer.add(i * MAX_WIDTH), columns);
+                let row = buffer.add(i * MAX_WIDTH);
+                std::ptr::copy_nonoverlapping(from, row, columns);
+                row.add(columns).write_bytes(0, MAX_WIDTH - columns);
             }
             inside.start = buffer;
             inside.start_stride = MAX_WIDTH;
