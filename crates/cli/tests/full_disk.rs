@@ -152,7 +152,8 @@ fn a_full_disk_is_an_error_that_leaves_nothing() {
         ("size=200k", &["the run would write", "(its model)", "has room for", "free some space"][..]),
         ("size=4k", &["No space left", "free some space"]),
     ] {
-        let arguments = ["train", "c.yaml", "--set", "output.dir=disk/out"];
+        let sets = ["--set", "output.dir=disk/out", "--set", "training.mixed_precision=f32"];
+        let arguments = [&["train", "c.yaml"][..], &sets].concat();
         let Some(output) = with_own_disk(folder.path(), size, &arguments) else { return };
         check_contains(&error(&output), words);
         for name in text(&output.stdout).lines() {
