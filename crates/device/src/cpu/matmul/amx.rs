@@ -27,6 +27,9 @@ pub(super) const WIDTH: usize = 32;
 /// Rows and columns of one tile.
 const TILE: usize = 16;
 
+/// Values of k in a step.
+const STEP_K: usize = STEP * Pairs::K_PER_UNIT;
+
 /// The units of a step for all lines of a panel.
 const STEP_OF_A: usize = HEIGHT * STEP;
 
@@ -131,11 +134,34 @@ macro_rules! next_step {
     };
 }
 
+/// Runs `template` over the steps of a pair of panels: what both shapes of sums have in common. Behind the last step the
+/// registers of the panels are free.
+macro_rules! over_steps {
+    ($a:ident, $b:ident, $steps:ident, $out:ident, $stride:ident, $($template:expr),* $(,)?) => {
+        asm!(
+            $($template,)*
+            a = inout(reg) $a => _,
+            b = inout(reg) $b => _,
+            steps = inout(reg) $steps => _,
+            a_stride = in(reg) 64usize,
+            b_stride = in(reg) 128usize,
+            out = in(reg) $out,
+            stride = in(reg) 4 * $stride,
+            options(nostack),
+        )
+    };
+}
+
 /// Four tiles of sums. The operand that streams by does not drive the other out of the first-level cache: it is loaded
 /// with a hint, and the other fetched a step ahead.
 macro_rules! two_by_two {
     ($load_a:literal, $load_b:literal, $stays:literal, $a:ident, $b:ident, $steps:ident, $out:ident, $stride:ident) => {
-        asm!(
+        over_steps!(
+            $a,
+            $b,
+            $steps,
+            $out,
+            $stride,
             "tilezero tmm0",
             "tilezero tmm1",
             "tilezero tmm2",
@@ -162,17 +188,11 @@ macro_rules! two_by_two {
             "3:",
             "tilestored [{out} + {stride}], tmm0",
             "tilestored [{out} + {stride} + 64], tmm1",
-            "tilestored [{lower} + {stride}], tmm2",
-            "tilestored [{lower} + {stride} + 64], tmm3",
-            a = inout(reg) $a => _,
-            b = inout(reg) $b => _,
-            steps = inout(reg) $steps => _,
-            a_stride = in(reg) 64usize,
-            b_stride = in(reg) 128usize,
-            out = in(reg) $out,
-            lower = in(reg) $out.wrapping_add(TILE * $stride),
-            stride = in(reg) 4 * $stride,
-            options(nostack),
+            // 16 rows below.
+            "lea {a}, [{out} + 8*{stride}]",
+            "lea {a}, [{a} + 8*{stride}]",
+            "tilestored [{a} + {stride}], tmm2",
+            "tilestored [{a} + {stride} + 64], tmm3",
         )
     };
 }
@@ -180,7 +200,12 @@ macro_rules! two_by_two {
 /// Two tiles of sums beside each other.
 macro_rules! one_by_two {
     ($a:ident, $b:ident, $steps:ident, $out:ident, $stride:ident) => {
-        asm!(
+        over_steps!(
+            $a,
+            $b,
+            $steps,
+            $out,
+            $stride,
             "tilezero tmm0",
             "tilezero tmm1",
             "test {steps}, {steps}",
@@ -198,14 +223,6 @@ macro_rules! one_by_two {
             "3:",
             "tilestored [{out} + {stride}], tmm0",
             "tilestored [{out} + {stride} + 64], tmm1",
-            a = inout(reg) $a => _,
-            b = inout(reg) $b => _,
-            steps = inout(reg) $steps => _,
-            a_stride = in(reg) 64usize,
-            b_stride = in(reg) 128usize,
-            out = in(reg) $out,
-            stride = in(reg) 4 * $stride,
-            options(nostack),
         )
     };
 }
@@ -334,18 +351,13 @@ unsafe fn product<M: Machine>(rows: usize, tile: &Tile) {
     }
 }
 
-/// Units that `k` values of k take: whole steps.
-fn padded_units(k: usize) -> usize {
-    k.div_ceil(Pairs::K_PER_UNIT).next_multiple_of(STEP)
-}
-
 /// Fills the last step of panels of B with zeros.
 ///
 /// # Safety
 /// The panels of `lines` lines are valid and have room for whole steps.
 pub(super) unsafe fn fill_up_b(lines: usize, k: usize, to: Panels) {
     let units = k.div_ceil(Pairs::K_PER_UNIT);
-    let zeros = (padded_units(k) - units) * to.width;
+    let zeros = (units.next_multiple_of(STEP) - units) * to.width;
     if zeros > 0 {
         for panel in 0..lines.div_ceil(to.width) {
             // SAFETY: as for this function.
@@ -368,7 +380,7 @@ pub(super) unsafe fn pack_a(from: Lines, lines: Range<usize>, k: Range<usize>, t
             DType::F16 => pack_floats::<storage::F16>(from, lines, k, to),
             DType::F8E4m3 => pack_floats::<storage::Fp8<storage::E4m3>>(from, lines, k, to),
             DType::F8E5m2 => pack_floats::<storage::Fp8<storage::E5m2>>(from, lines, k, to),
-            _ => pack_any(from, lines, k, to),
+            _ => pack_rest(from, lines, 0, k, to),
         }
     }
 }
@@ -382,7 +394,7 @@ unsafe fn pack_floats<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usi
         } else if from.stride == 1 {
             pack_across::<S>(from, lines, k, to);
         } else {
-            pack_any(from, lines, k, to);
+            pack_rest(from, lines, 0, k, to);
         }
     }
 }
@@ -390,7 +402,6 @@ unsafe fn pack_floats<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usi
 /// k is contiguous in memory: a vector is a line's part of a step as it is.
 #[inline(always)]
 unsafe fn pack_along<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
-    const WHOLE: usize = STEP * Pairs::K_PER_UNIT;
     for (i, line) in lines.enumerate() {
         let mut out = to.data.wrapping_add(i / to.width * to.stride + i % to.width * STEP);
         let mut k_at = k.start;
@@ -398,7 +409,7 @@ unsafe fn pack_along<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usiz
             let (index, left) = (line * from.stride + k_at, k.end - k_at);
             // SAFETY: the line's elements exist, and the panel has room for whole steps.
             unsafe {
-                let units = if left >= WHOLE {
+                let units = if left >= STEP_K {
                     Pairs::along(At::<S>::new(from.data, index))
                 } else {
                     along_end::<Pairs>(from, index, left)
@@ -406,7 +417,7 @@ unsafe fn pack_along<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usiz
                 units.store(out);
             }
             out = out.wrapping_add(STEP_OF_A);
-            k_at += WHOLE;
+            k_at += STEP_K;
         }
     }
 }
@@ -416,7 +427,7 @@ unsafe fn pack_along<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usiz
 unsafe fn pack_across<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
     // Lines of panels whose vectors all lie inside the matrix.
     let whole = lines.len() / TILE * TILE;
-    for (step, k_step) in k.clone().step_by(STEP * Pairs::K_PER_UNIT).enumerate() {
+    for (step, k_step) in k.clone().step_by(STEP_K).enumerate() {
         for i in (0..whole).step_by(TILE) {
             // SAFETY: registers only.
             let mut vectors = [unsafe { <Pairs as Engine>::V::splat(0.0) }; MAX_LANES];
@@ -443,22 +454,15 @@ unsafe fn pack_across<S: Storage>(from: Lines, lines: Range<usize>, k: Range<usi
     unsafe { pack_rest(from, lines, whole, k, to) }
 }
 
-/// Any strides and types, element by element.
-unsafe fn pack_any(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
-    // SAFETY: as for `pack_a`.
-    unsafe { pack_rest(from, lines, 0, k, to) }
-}
-
-/// The lines from number `first` of `lines` on, element by element.
+/// The lines from number `first` of `lines` on, of any strides and type, element by element.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn pack_rest(from: Lines, lines: Range<usize>, first: usize, k: Range<usize>, to: Panels) {
-    const WHOLE: usize = STEP * Pairs::K_PER_UNIT;
     for (i, line) in lines.enumerate().skip(first) {
-        for (step, k_at) in k.clone().step_by(WHOLE).enumerate() {
+        for (step, k_at) in k.clone().step_by(STEP_K).enumerate() {
             let out = i / to.width * to.stride + step * STEP_OF_A + i % to.width * STEP;
             let index = line * from.stride + k_at * from.k_stride;
             // SAFETY: the elements exist, and the panel has room for whole steps.
-            unsafe { along_end::<Pairs>(from, index, (k.end - k_at).min(WHOLE)).store(to.data.add(out)) };
+            unsafe { along_end::<Pairs>(from, index, (k.end - k_at).min(STEP_K)).store(to.data.add(out)) };
         }
     }
 }
