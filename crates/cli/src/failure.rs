@@ -155,9 +155,9 @@ impl From<StepError> for Failure {
     fn from(error: StepError) -> Failure {
         match error {
             StepError::Device(error) => error.into(),
-            error @ (StepError::CacheType { .. } | StepError::NoExperts { .. }) => {
-                Failure::usage(error.to_string())
-            }
+            error @ (StepError::CacheType { .. }
+            | StepError::NoExperts { .. }
+            | StepError::TooFewPositions { .. }) => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }
     }

@@ -183,6 +183,27 @@ fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
     }
 }
 
+/// Whoever starts a run again until it is done may do so once too often.
+#[test]
+fn a_run_that_is_finished_is_left_as_it_is() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml"]);
+    let read = || {
+        ["report.json", "metrics.jsonl"]
+            .map(|name| std::fs::read(folder.path().join("out").join(name)).unwrap())
+    };
+    let before = read();
+    let said = ok(folder.path(), &["train", "c.yaml", "--resume"]);
+    assert!(said.contains("finished: nothing is left to do"), "{said}");
+    let report: Value =
+        serde_json::from_str(&ok(folder.path(), &["train", "c.yaml", "--resume", "--json"])).unwrap();
+    assert_eq!(report["steps"], 6);
+    assert!(read() == before);
+    // More steps go on.
+    ok(folder.path(), &["train", "c.yaml", "--resume", "--set", "training.steps=7"]);
+    assert_eq!(losses(&folder.path().join("out")).len(), 7);
+}
+
 #[test]
 fn a_run_is_not_overwritten_and_other_data_is_not_resumed() {
     let folder = folder();

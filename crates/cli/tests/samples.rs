@@ -95,3 +95,31 @@ fn a_model_from_scratch_takes_the_tokenizer_of_a_gguf_file() {
     let error = text(&plimsoll(path, &none).stderr);
     assert!(error.contains("none.gguf"), "{error}");
 }
+
+/// A file of records is measured by its texts, with what training has between them, and not by its braces.
+#[test]
+fn records_are_measured_by_their_texts() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml", "--set", "output.dir=model"]);
+    let texts = ["the first words of all", "and others after them"];
+    let lines = |field: &str| texts.map(|text| format!("{{\"{field}\": \"{text}\"}}\n")).concat();
+    let write = |name: &str, content: &str| std::fs::write(folder.path().join(name), content).unwrap();
+    write("t.jsonl", &lines("text"));
+    write("other.jsonl", &lines("content"));
+    write("broken.jsonl", &("no record\n".repeat(3) + &lines("text")));
+    write("braces.txt", &lines("text"));
+    let eval = |data: &str, more: &[&str]| -> Value {
+        let given = [&["eval", "--model", "model", "--data", data, "--json"], more].concat();
+        serde_json::from_str(&ok(folder.path(), &given)).unwrap()
+    };
+    let found = eval("t.jsonl", &[]);
+    assert!(found["tokens"].as_u64() < eval("braces.txt", &[])["tokens"].as_u64());
+    assert_eq!(eval("other.jsonl", &["--set", "data.text_field=content"])["loss"], found["loss"]);
+    let refused = |data: &str| {
+        let output = plimsoll(folder.path(), &["eval", "--model", "model", "--data", data]);
+        assert_eq!(output.status.code(), Some(1), "{data}");
+        text(&output.stderr)
+    };
+    assert!(refused("other.jsonl").contains("data.text_field"));
+    assert!(refused("broken.jsonl").contains("broken.jsonl"));
+}

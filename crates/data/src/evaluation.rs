@@ -4,7 +4,12 @@ use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
+use crate::chat::{check_share, count};
+use crate::files::{Wanted, expand};
 use crate::{DataError, documents};
+
+/// Bytes between a file with a document a line and the tokenizer.
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// The windows of a text. Only the last one may be shorter than the others; one shorter than 2 tokens is dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,10 +19,38 @@ pub struct EvalWindows {
 }
 
 impl EvalWindows {
-    /// Reads and tokenises a text file, for windows of `length` tokens, at least 2.
-    pub fn read(path: &Path, tokenizer: &Tokenizer, length: usize) -> Result<EvalWindows, DataError> {
-        let text = documents::read_text(path)?;
-        let windows = EvalWindows::new(tokenizer.encode_beginning(&text)?, length);
+    /// Reads and tokenises a text file, or the texts of a file of records with the end-of-text token between them, as training does,
+    /// for windows of `length` tokens, at least 2. `text_field` holds the text of a record; more than a share of
+    /// `max_invalid_share` without one is an error.
+    ///
+    /// # Errors
+    /// [`DataError`] with the file: it cannot be read, has no text, or too many records have none.
+    pub fn read(
+        path: &Path,
+        text_field: &str,
+        max_invalid_share: f64,
+        tokenizer: &Tokenizer,
+        length: usize,
+    ) -> Result<EvalWindows, DataError> {
+        let (mut tokens, mut records, mut left_out) = (Vec::new(), 0, Vec::new());
+        let end = tokenizer.eos_token();
+        for file in expand(&[path.to_string_lossy().into_owned()], Wanted::Texts)? {
+            documents::for_each(&file, text_field, BUFFER_BYTES, &mut |document| {
+                records += 1;
+                match document {
+                    Ok(text) => {
+                        if !tokens.is_empty() {
+                            tokens.push(end.ok_or(DataError::NoEndOfText)?);
+                        }
+                        tokens.extend(tokenizer.encode_beginning(text)?);
+                    }
+                    Err((place, skip)) => count(&mut left_out, place, skip),
+                }
+                Ok(())
+            })?;
+        }
+        check_share(&left_out, records, max_invalid_share)?;
+        let windows = EvalWindows::new(tokens, length);
         if windows.is_empty() {
             return Err(DataError::Empty { path: path.to_owned() });
         }

@@ -1,6 +1,6 @@
 //! What operations cost: arithmetic and bytes moved. The planner turns a tally into time.
 
-use crate::{Compute, Tensor};
+use crate::{Compute, DType, Tensor};
 
 /// The cost of one operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -31,7 +31,9 @@ pub struct Multiplied {
 pub enum Arithmetic {
     /// f32.
     F32,
-    /// Numbers of two bytes.
+    /// f16, both, as they are: their products are exact in f32.
+    F16,
+    /// Numbers that are rounded to bf16.
     Half,
     /// 8-bit floats, both.
     Fp8,
@@ -40,7 +42,9 @@ pub enum Arithmetic {
 impl Arithmetic {
     /// What a product of these operands multiplies.
     pub(crate) fn of(compute: Compute, operands: [&Tensor; 2]) -> Arithmetic {
+        let both = |dtype| operands.iter().all(|operand| operand.dtype() == dtype);
         match compute {
+            Compute::F32 if both(DType::F16) => Arithmetic::F16,
             Compute::F32 => Arithmetic::F32,
             Compute::Bf16 if operands.iter().all(|operand| operand.dtype().is_fp8()) => Arithmetic::Fp8,
             Compute::Bf16 => Arithmetic::Half,
@@ -71,11 +75,13 @@ pub struct Tally {
     pub operations: u64,
     /// Matrix-product FLOPs in f32.
     pub matmul_f32: u64,
+    /// Matrix-product FLOPs of f16.
+    pub matmul_f16: u64,
     /// Matrix-product FLOPs in bf16.
     pub matmul_bf16: u64,
     /// Matrix-product FLOPs of 8-bit floats.
     pub matmul_fp8: u64,
-    /// FLOPs of thin products in f32, which are in none of the others.
+    /// FLOPs of thin products in f32 and of f16, which are in none of the others.
     pub thin_f32: u64,
     /// FLOPs of thin products in narrower types.
     pub thin_bf16: u64,
@@ -99,9 +105,10 @@ impl Tally {
         if let Some(Multiplied { arithmetic, thin, flops }) = cost.matmul {
             let total = match (arithmetic, thin) {
                 (Arithmetic::F32, false) => &mut self.matmul_f32,
+                (Arithmetic::F16, false) => &mut self.matmul_f16,
                 (Arithmetic::Half, false) => &mut self.matmul_bf16,
                 (Arithmetic::Fp8, false) => &mut self.matmul_fp8,
-                (Arithmetic::F32, true) => &mut self.thin_f32,
+                (Arithmetic::F32 | Arithmetic::F16, true) => &mut self.thin_f32,
                 (Arithmetic::Half | Arithmetic::Fp8, true) => &mut self.thin_bf16,
             };
             add(total, flops);
@@ -135,6 +142,7 @@ impl Tally {
         Tally {
             operations: with(self.operations, other.operations),
             matmul_f32: with(self.matmul_f32, other.matmul_f32),
+            matmul_f16: with(self.matmul_f16, other.matmul_f16),
             matmul_bf16: with(self.matmul_bf16, other.matmul_bf16),
             matmul_fp8: with(self.matmul_fp8, other.matmul_fp8),
             thin_f32: with(self.thin_f32, other.thin_f32),
@@ -149,8 +157,9 @@ impl Tally {
 
     /// All floating-point operations of matrix products and attention.
     pub fn flops(&self) -> u64 {
-        let products = [self.matmul_f32, self.matmul_bf16, self.matmul_fp8, self.thin_f32, self.thin_bf16];
-        let all = products.into_iter().chain([self.attention_f32, self.attention_bf16]);
+        let products = [self.matmul_f32, self.matmul_f16, self.matmul_bf16, self.matmul_fp8];
+        let thin = [self.thin_f32, self.thin_bf16];
+        let all = products.into_iter().chain(thin).chain([self.attention_f32, self.attention_bf16]);
         all.fold(0, u64::saturating_add)
     }
 }

@@ -137,12 +137,14 @@ impl Catalogue {
     }
 
     /// A machine with a device of just so much memory, and the figures of the device that is nearest: programs see less than all of one's
-    /// memory. `None` where there is no device.
+    /// memory. Of several that are about as near the first counts, and a laptop's last. `None` where there is no device.
     pub fn like(&self, bytes: u64) -> Option<Target> {
         let slack = bytes / 64;
-        let enough = self.devices().iter().filter(|device| device.memory.0.saturating_add(slack) >= bytes);
-        let nearest = enough
-            .min_by_key(|device| device.memory)
+        let enough = || self.devices().iter().filter(|device| device.memory.0.saturating_add(slack) >= bytes);
+        let least = enough().map(|device| device.memory.0).min().unwrap_or_default();
+        let nearest = enough()
+            .filter(|device| device.memory.0 - least <= least / 32)
+            .min_by_key(|device| device.name.starts_with("laptop"))
             .or(self.devices().iter().max_by_key(|device| device.memory));
         let device = DeviceModel { memory: ByteSize(bytes), ..nearest?.clone() };
         let title = format!("a device of {} with the rates of {}", device.memory, device.title);

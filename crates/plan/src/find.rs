@@ -220,7 +220,7 @@ impl Finder<'_> {
     fn most_of(&self, sought: Sought) -> u64 {
         let spec = self.origin.spec();
         match (sought, self.origin) {
-            (Sought::SequenceLength, ModelOrigin::Scratch(..)) => MOST,
+            (Sought::SequenceLength, ModelOrigin::Scratch(..)) if spec.attention.rope.is_some() => MOST,
             (Sought::SequenceLength, _) => spec.max_position_embeddings.clamp(2, MOST),
             (Sought::Rank, _) => spec.hidden_size.clamp(1, MOST),
             _ => MOST,
@@ -228,8 +228,8 @@ impl Finder<'_> {
     }
 }
 
-/// Devices of the catalogue that a step fits, one of each, from the least memory on; each with its plan. The configuration's budget does
-/// not count. Of the data pipeline, host memory holds so many bytes for each token.
+/// Devices of the catalogue that a step fits, one of each, from the least memory on; each with its plan in brief. The configuration's
+/// budget does not count. Of the data pipeline, host memory holds so many bytes for each token.
 ///
 /// # Errors
 /// The step cannot be run.
@@ -251,7 +251,7 @@ pub fn fitting_devices(
         let machine = target.machine(host_bytes_per_token);
         let finder = Finder { machine: &machine, config: &config, origin };
         if finder.shortages(&config, origin.spec())?.is_empty() {
-            let plan = TrainingPlan::for_model(&config, origin, &machine)?;
+            let plan = TrainingPlan::in_brief(&config, origin, &machine)?;
             fitting.push((target, plan));
         }
     }

@@ -46,6 +46,8 @@ pub struct Wiring {
     pub network: Option<Network>,
     /// The 16-bit type that the device is made to train in; `None` where it is about as good in f32.
     pub narrow: Option<DType>,
+    /// Whether products of f16 go at the speed of those in bf16; else they go at that of f32.
+    pub fast_f16: bool,
 }
 
 /// What is between machines.
@@ -59,8 +61,14 @@ pub struct Network {
 
 impl Wiring {
     /// A CPU's: processes of one machine reach about this.
-    pub const CPU: Wiring =
-        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, network: None, narrow: None };
+    pub const CPU: Wiring = Wiring {
+        device: DeviceTraits::CPU,
+        host_link: None,
+        rank_link: 2e9,
+        network: None,
+        narrow: None,
+        fast_f16: false,
+    };
 }
 
 impl Default for Wiring {
@@ -216,9 +224,15 @@ impl Rates {
         ]
     }
 
+    /// Matrix products of f16, FLOP/s.
+    fn matmul_f16(&self) -> f64 {
+        if self.wiring.fast_f16 { self.matmul_bf16 } else { self.matmul_f32 }
+    }
+
     /// Seconds that the arithmetic of matrix products takes, and that of attention.
     fn arithmetic(&self, tally: &Tally) -> [f64; 2] {
         let matmul = at_rate(tally.matmul_f32, self.matmul_f32)
+            + at_rate(tally.matmul_f16, self.matmul_f16())
             + at_rate(tally.matmul_bf16, self.matmul_bf16)
             + at_rate(tally.matmul_fp8, self.matmul_fp8)
             + at_rate(tally.thin_f32, self.thin_f32)
@@ -237,7 +251,8 @@ impl Rates {
         ) + at_rate(
             tally.matmul_bf16.saturating_add(tally.thin_bf16).saturating_add(tally.attention_bf16),
             self.matmul_bf16,
-        ) + at_rate(tally.matmul_fp8, self.matmul_fp8);
+        ) + at_rate(tally.matmul_f16, self.matmul_f16())
+            + at_rate(tally.matmul_fp8, self.matmul_fp8);
         let memory = at_rate(tally.bytes.saturating_add(tally.matmul_bytes), self.memory_bandwidth);
         let exps = at_rate(tally.exps, self.exps);
         let all = [(products, BoundBy::Products), (memory, BoundBy::Memory), (exps, BoundBy::Exponentials)];

@@ -19,7 +19,7 @@ use crate::limits::{Limits, PipelineBytes, load_line};
 use crate::load_line::{LoadLine, ProcessLimits};
 use crate::origin::ModelOrigin;
 use crate::ranks::{RankGroup, rank_groups};
-use crate::resolve::{Choice, check_experts, choose, resolved_config};
+use crate::resolve::{Choice, check_model, choose, resolved_config};
 use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
 use crate::runs::DryRuns;
 use crate::search::{Found, SearchReport, searched};
@@ -140,7 +140,7 @@ impl TrainingPlan {
         machine: &Machine,
         wanted: Alternatives,
     ) -> Result<TrainingPlan, StepError> {
-        check_experts(config, spec)?;
+        check_model(config, spec)?;
         let asked = config;
         if config.planning != Default::default() {
             let Found { config: best, report } = searched(config, spec, stored, machine)?;

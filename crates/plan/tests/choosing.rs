@@ -569,3 +569,35 @@ fn what_spares_most_waiting_for_a_byte_comes_back_first() {
     // computation; and those before the states of the optimizer.
     assert_eq!(first.into_iter().collect::<Vec<_>>(), [(1, 1), (3, 3)]);
 }
+
+/// What is decided for a device without bf16 can be written down and planned again.
+#[test]
+fn what_was_decided_in_fp16_can_be_decided_again() {
+    let catalogue = plimsoll_plan::Catalogue::known();
+    let machine = catalogue.target("t4").unwrap().machine(0);
+    let norm = "training.max_gradient_norm=0";
+    for (set, precision) in [
+        (vec!["training.method=lora"], MixedPrecision::Fp16),
+        (vec!["training.mixed_precision=fp16"], MixedPrecision::Fp16),
+        // Scaled gradients are all wanted before the first update.
+        (vec!["training.optimizer_in_backward=true", norm], MixedPrecision::F32),
+    ] {
+        let set: Vec<&str> = set.into_iter().chain(["training.batch_size=2"]).collect();
+        let plan = TrainingPlan::new(&config(&set), &spec(), &machine).unwrap();
+        assert_eq!(plan.config.training.mixed_precision().set(), Some(precision), "{set:?}");
+        let written = RawConfig::from_str(&plan.config.to_yaml().unwrap(), "again").unwrap();
+        written.validate().unwrap_or_else(|error| panic!("{set:?}: {error:?}"));
+        let again = TrainingPlan::new(&written, &spec(), &machine).unwrap();
+        assert_eq!(again.choice.settings, plan.choice.settings, "{set:?}");
+    }
+}
+
+/// Positions that were never learned are refused before anything is planned.
+#[test]
+fn sequences_are_no_longer_than_learned_positions() {
+    let gpt2 = catalogue::find("gpt2").unwrap();
+    let with = |tokens: &str| TrainingPlan::new(&config(&[tokens]), &gpt2, &machine());
+    assert!(with("data.sequence_length=1024").is_ok());
+    let error = with("data.sequence_length=1025").unwrap_err().to_string();
+    assert!(error.contains("1025") && error.contains("1024 positions"), "{error}");
+}

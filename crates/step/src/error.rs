@@ -65,6 +65,16 @@ pub enum StepError {
         /// The key of the configuration.
         key: &'static str,
     },
+    /// A sequence is longer than the positions that a model has learned.
+    #[error(
+        "data.sequence_length is {tokens}, and the model has learned {positions} positions and none beyond; set it to {positions} or less"
+    )]
+    TooFewPositions {
+        /// Tokens of a sequence.
+        tokens: u64,
+        /// Positions of the model.
+        positions: u64,
+    },
     /// Ranks that share products cannot have as much of each.
     #[error(
         "{what}, of which the model has {size}, are not divisible by {ranks} ranks; set parallel.tensor_parallel to a divisor"

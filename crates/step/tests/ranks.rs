@@ -927,8 +927,12 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
         mlp: MlpSpec { intermediate_size: 256, ..sizes.mlp },
         ..sizes
     };
-    let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
-    whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &settings(1, 16), sharing_products, &[]);
+    let specs = |_| vec![spec.clone(), untied(&spec)];
+    whatever_else_is_asked_they_come_near_one(&specs, &settings(1, 16), sharing_products, &[]);
+}
+
+fn untied(spec: &ModelSpec) -> ModelSpec {
+    ModelSpec { tie_word_embeddings: false, ..spec.clone() }
 }
 
 /// The same where each has some of a layer's experts: beside its part of every product, or alone.
@@ -936,26 +940,32 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
 fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
     let sizes = deeper(wider(mixture()), 4);
     let shared = SharedExpert { intermediate_size: 128, gated: true };
-    // Every token goes to all: a choice between close scores would turn with a rounding.
-    let experts = sizes.experts.clone().map(|experts| ExpertsSpec {
-        per_token: experts.count,
-        // Half of a matrix is one group of NF4's scales: 16384 elements.
-        intermediate_size: 1024,
-        shared: Some(shared),
-        ..experts
-    });
-    let spec = ModelSpec {
-        vocab_size: 3101,
-        attention: AttentionSpec { head_dim: 32, rope: Some(RopeSpec::plain(32, 1e4)), ..sizes.attention },
-        mlp: MlpSpec { intermediate_size: 256, ..sizes.mlp },
-        experts,
-        ..sizes
+    let sized = |intermediate_size| {
+        // Every token goes to all: a choice between close scores would turn with a rounding.
+        let experts = sizes.experts.clone().map(|experts| ExpertsSpec {
+            per_token: experts.count,
+            intermediate_size,
+            shared: Some(shared),
+            ..experts
+        });
+        ModelSpec {
+            vocab_size: 3101,
+            attention: AttentionSpec {
+                head_dim: 32,
+                rope: Some(RopeSpec::plain(32, 1e4)),
+                ..sizes.attention.clone()
+            },
+            mlp: MlpSpec { intermediate_size: 256, ..sizes.mlp },
+            experts,
+            ..sizes.clone()
+        }
     };
-    let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
+    // Half of a matrix is one group of NF4's scales: 16384 elements.
+    let of = |nf4| sized(if nf4 { 1024 } else { 256 });
     let base = settings(1, 16);
-    whatever_else_is_asked_they_come_near_one(&[&untied], &base, sharing_products, &[]);
+    whatever_else_is_asked_they_come_near_one(&|nf4| vec![untied(&of(nf4))], &base, sharing_products, &[]);
     // Experts with their lengths, and rows that are exchanged.
-    let method = adapters(&spec, true, DType::F32);
+    let method = adapters(&of(false), true, DType::F32);
     let lengths = StepSettings { method, ..base.clone() };
     let lengths = StepSettings { method: without_dropout(&lengths), ..lengths };
     let routers = RouterTraining { capacity: Some(0.5), ..RouterTraining::default() };
@@ -963,19 +973,22 @@ fn whatever_else_is_asked_ranks_that_share_experts_come_near_one() {
     // Chunks whose last has fewer tokens than there may be rows.
     let chunks = StepSettings { mlp_chunk_tokens: Some(11), ..rows.clone() };
     let more = [(lengths, 2e-5), (rows, 2e-5), (chunks, 2e-5)];
-    whatever_else_is_asked_they_come_near_one(&[&spec, &untied], &base, sharing_experts, &more);
+    let specs = |nf4| vec![of(nf4), untied(&of(nf4))];
+    whatever_else_is_asked_they_come_near_one(&specs, &base, sharing_experts, &more);
 }
 
+/// `specs` has the models, those for weights in NF4 too.
 fn whatever_else_is_asked_they_come_near_one(
-    specs: &[&ModelSpec],
+    specs: &dyn Fn(bool) -> Vec<ModelSpec>,
     base: &StepSettings,
     share: fn(StepSettings, u32) -> StepSettings,
     more: &[(StepSettings, f64)],
 ) {
-    let spec = specs[0];
     let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
-    let adapters =
-        |weights| without_dropout(&StepSettings { method: adapters(spec, false, weights), ..base.clone() });
+    let adapters = |weights| {
+        let spec = &specs(weights == DType::Nf4)[0];
+        without_dropout(&StepSettings { method: adapters(spec, false, weights), ..base.clone() })
+    };
     let lion = OptimizerKind::Lion(LionSettings { beta1: 0.9, beta2: 0.99 });
     for (settings, tolerance) in [
         (StepSettings { document_end: Some(3), mlp_chunk_tokens: Some(5), ..base.clone() }, 2e-5),
@@ -993,7 +1006,10 @@ fn whatever_else_is_asked_they_come_near_one(
     .into_iter()
     .chain(more.iter().cloned())
     {
-        for spec in specs.iter().copied() {
+        let weights =
+            settings.method.adapters().into_iter().flat_map(|adapters| adapters.weight_types.values());
+        let nf4 = weights.copied().any(|dtype| dtype == DType::Nf4);
+        for spec in &specs(nf4) {
             let one = run(spec, &settings, 1);
             let shared = share(settings.clone(), 2);
             for (stage, ranks, sequence_parallel) in [

@@ -31,7 +31,7 @@ pub use observer::{Observer, RunEvent};
 pub use output_folder::OutputFolder;
 pub use prepared::{CONFIG_FILE, Prepared, host_bytes_per_token};
 pub use pressure::{MemoryReading, RungMemory};
-pub use report::{Io, Measured, Planned, RankBytes, RankReport, Report};
+pub use report::{Io, Measured, Planned, REPORT_FILE, RankBytes, RankReport, Report};
 pub use resumption::Resumption;
 pub use run::{RunSettings, TrainingOutcome, micro_batch};
 pub use samples::sample_encoder;

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::TrainError;
 
-const FILE: &str = "report.json";
+/// The report in the folder of a run.
+pub const REPORT_FILE: &str = "report.json";
 
 /// What the plan said.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -177,7 +178,7 @@ impl RankReport {
 impl Report {
     /// Whether a folder has the report of a run that came to its end.
     pub(crate) fn has_finished(run: &Path) -> bool {
-        let report = std::fs::read(run.join(FILE)).ok();
+        let report = std::fs::read(run.join(REPORT_FILE)).ok();
         let report = report.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
         report.is_some_and(|report| report.get("finished") == Some(&serde_json::Value::Bool(true)))
     }
@@ -187,7 +188,7 @@ impl Report {
     /// # Errors
     /// [`TrainError::Report`] where the file is no report; [`TrainError::Io`] where it cannot be read.
     pub fn of_run(run: &Path) -> Result<Option<Report>, TrainError> {
-        let path = run.join(FILE);
+        let path = run.join(REPORT_FILE);
         let bytes = match std::fs::read(&path) {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -198,7 +199,7 @@ impl Report {
 
     /// Writes `report.json` into the run's folder.
     pub fn write(&self, run: &Path) -> Result<(), TrainError> {
-        let path = run.join(FILE);
+        let path = run.join(REPORT_FILE);
         let json = serde_json::to_vec_pretty(self)
             .map_err(|e| TrainError::io("write", &path, std::io::Error::other(e)))?;
         crate::write_whole(&path, &json)

@@ -28,6 +28,15 @@ use passes::{Passes, Windows};
 /// What `--format` is without being said.
 const TEXT: &str = "text";
 
+/// What `--set` may say of texts.
+const OF_TEXTS: [&str; 2] = ["data.text_field", "data.max_invalid_share"];
+
+/// Whether an assignment says something of texts.
+fn of_texts(assignment: &str) -> bool {
+    let key = assignment.split('=').next().unwrap_or_default();
+    OF_TEXTS.contains(&key.trim())
+}
+
 /// Tokens of a window that are taken together where a cache holds the others.
 const CACHED_CHUNK_TOKENS: u64 = 128;
 
@@ -75,13 +84,18 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let cache = cache_type(args.kv_cache.as_deref())?;
     let Evaluated { loss, targets, streaming, planned } = match args.format.as_deref().filter(|f| *f != TEXT)
     {
-        None if !args.set.is_empty() => {
-            return Err(Failure::usage("--set says how samples are read; add --format chat or instruction"));
-        }
         None => {
+            let data = samples::configured(args, TEXT)?.data;
+            if let Some(set) = args.set.iter().find(|set| !of_texts(set)) {
+                let [field, share] = OF_TEXTS;
+                return Err(Failure::usage(format!(
+                    "--set {set}: of a text only {field} and {share} can be set; samples take --format chat or instruction"
+                )));
+            }
             let windows = {
                 let tokenizer: Tokenizer = model.files.tokenizer()?;
-                EvalWindows::read(&args.data, &tokenizer, args.sequence_length as usize)?
+                let (field, share) = (data.text_field(), data.max_invalid_share());
+                EvalWindows::read(&args.data, &field, share, &tokenizer, args.sequence_length as usize)?
             };
             let engine = task.start()?;
             match cache {

@@ -70,6 +70,7 @@ fn dollars(price: &Price) -> String {
 fn one(catalogue: &Catalogue, target: &Target) -> String {
     let device = &target.device;
     let giga = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
+    let tera = |rate: f64| format!("{:.1} TFLOP/s", rate / 1e12);
     let overhead = ByteSize(device.overhead_bytes(target.devices()));
     let mut rows = match &device.cpu {
         Some(cpu) => vec![
@@ -81,10 +82,19 @@ fn one(catalogue: &Catalogue, target: &Target) -> String {
         None => vec![
             row!["memory of a device", device.memory],
             row!["of it for context, kernels and communicators", overhead],
-            row!["host memory of a machine", target.host_memory],
-            row!["to the host, each way", giga(device.host_link)],
+            row!["read and written, as stated", giga(device.bandwidth)],
+            row!["products in f32, as stated", tera(device.f32)],
+            row![if device.bf16 { "in bf16" } else { "in fp16; it has no bf16" }, tera(device.half)],
         ],
     };
+    if device.cpu.is_none() {
+        rows.extend(device.fp8.map(|rate| row!["in fp8", tera(rate)]));
+        if !device.has_tensor_cores() {
+            rows.push(row!["in 16 bits in plans: kernels for tensor cores need 8.0", tera(device.f32)]);
+        }
+        rows.push(row!["host memory of a machine", target.host_memory]);
+        rows.push(row!["to the host, each way", giga(device.host_link)]);
+    }
     if target.devices_of_machine > 1 {
         rows.push(row!["to a neighbour, each way", giga(target.link)]);
     }

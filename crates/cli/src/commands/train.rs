@@ -10,7 +10,7 @@ use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_report::count;
 use plimsoll_train::{
-    MemoryReading, Observer, Prepared, Resumption, Surroundings, TrainError, TrainingOutcome,
+    MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError, TrainingOutcome,
 };
 use plimsoll_watch::{Live, PlanView};
 
@@ -40,6 +40,13 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         load_config_on(&args.source, &[], started)?.training_data()?;
     }
     ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
+}
+
+/// The report of a run that is resumed and has come to its end: nothing is left to do.
+fn finished(prepared: &Prepared, plan: &TrainingPlan) -> Option<Report> {
+    let step = prepared.resumption()?.step;
+    let report = Report::of_run(&plan.config.output.dir()).ok()??;
+    (report.finished && step >= prepared.total_steps(plan)).then_some(report)
 }
 
 /// One rank of a run, or the only one.
@@ -112,6 +119,18 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         let speeds = PlanSpeeds::here(&engine, &plan);
         // What cannot be shown is no reason not to train.
         let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(prepared.total_steps(&plan))));
+    }
+    if let Some(report) = finished(&prepared, &plan) {
+        let output = plan.config.output.dir();
+        match (leads, args.json) {
+            (false, _) => {}
+            (true, true) => outln!("{}", serde_json::to_string_pretty(&report)?)?,
+            (true, false) => outln!(
+                "the run in {} is finished: nothing is left to do; raise training.steps or training.epochs to go on",
+                output.display()
+            )?,
+        }
+        return Ok(());
     }
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));

@@ -179,6 +179,7 @@ impl Bench {
         let [rows, inner, columns] = shape;
         let (operand, gradient, stored, compute) = match arithmetic {
             Arithmetic::F32 => (DType::F32, DType::F32, DType::F32, Compute::F32),
+            Arithmetic::F16 => (DType::F16, DType::F16, DType::F16, Compute::F32),
             Arithmetic::Half => (DType::Bf16, DType::Bf16, DType::Bf16, Compute::Bf16),
             Arithmetic::Fp8 => (DType::F8E4m3, DType::F8E5m2, DType::Bf16, Compute::Bf16),
         };

@@ -34,6 +34,10 @@ proptest! {
             (state >> 56) as u8
         }).collect();
         let stored = &bytes[shift..];
+        // The same with more behind it, so that nothing is an end.
+        let more = (elements + 1).next_multiple_of(256);
+        let mut longer = stored.to_vec();
+        longer.resize(dtype.bytes_for(more as u64).unwrap() as usize, 0);
         let mut first: Option<Vec<f32>> = None;
         for isa in Isa::available() {
             let mut out = vec![UNTOUCHED; GUARD + elements + GUARD];
@@ -45,6 +49,11 @@ proptest! {
             let first = first.get_or_insert_with(|| numbers.to_vec());
             let differ = first.iter().zip(numbers).position(|(a, b)| !same(*a, *b));
             prop_assert!(differ.is_none(), "{} {}: element {:?}", dtype, isa, differ);
+            let mut whole = vec![UNTOUCHED; more];
+            if dequantize(isa, dtype, &longer, &mut whole).is_some() {
+                let differ = whole.iter().zip(numbers).position(|(a, b)| !same(*a, *b));
+                prop_assert!(differ.is_none(), "{} {}: element {:?} at an end", dtype, isa, differ);
+            }
         }
     }
 

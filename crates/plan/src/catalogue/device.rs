@@ -131,10 +131,11 @@ impl DeviceModel {
             let wiring = Wiring { rank_link, network, narrow, ..Wiring::CPU };
             return Rates { disk, wiring, ..cpu.measured.rates };
         }
-        let products = [OF_PEAK * self.f32, OF_PEAK * self.half];
+        let half = if self.has_tensor_cores() { self.half } else { self.f32 };
+        let products = [OF_PEAK * self.f32, OF_PEAK * half];
         let memory_bandwidth = OF_BANDWIDTH * self.bandwidth;
         Rates {
-            matmul_fp8: OF_PEAK * self.fp8.unwrap_or(self.half),
+            matmul_fp8: OF_PEAK * self.fp8.unwrap_or(half),
             seconds_per_operation: SECONDS_PER_LAUNCH,
             disk,
             wiring: Wiring {
@@ -143,9 +144,17 @@ impl DeviceModel {
                 rank_link,
                 network,
                 narrow: Some(if self.bf16 { DType::Bf16 } else { DType::F16 }),
+                fast_f16: true,
             },
             ..Rates::of_cpu(products, memory_bandwidth, EXPS_PER_FLOP * self.f32)
         }
+    }
+
+    /// Whether products in 16 bits go on tensor cores: there are kernels for those of compute capability 8.0 and later. On older cards
+    /// such products go on the units of f32.
+    pub fn has_tensor_cores(&self) -> bool {
+        let major = |capability: &str| capability.split('.').next().and_then(|major| major.parse().ok());
+        self.capability.as_deref().and_then(major).is_none_or(|major: u32| major >= 8)
     }
 
     /// Bytes/s to a neighbour in the same machine; through the host, two copies share the way.

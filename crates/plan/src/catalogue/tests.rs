@@ -168,3 +168,36 @@ fn a_calibrated_cpu_comes_back_from_its_file() {
     }
     assert!(text.contains("seconds_per_operation"), "{text}");
 }
+
+/// What is multiplied as f16 goes at the rate of bf16, where there are kernels for it: on cards of 8.0 and later.
+#[test]
+fn products_of_f16_are_as_fast_as_those_of_bf16() {
+    use plimsoll_device::{Pace, Tally};
+
+    let seconds = |name: &str, tally: Tally| known(name).machine(0).rates.operations(&tally);
+    let flops = 1_000_000_000_000_000;
+    let (f16, bf16) =
+        (Tally { matmul_f16: flops, ..Tally::default() }, Tally { matmul_bf16: flops, ..Tally::default() });
+    let f32 = Tally { matmul_f32: flops, ..Tally::default() };
+    for name in ["a100-80", "rtx-4090", "mi300x"] {
+        assert_eq!(seconds(name, f16), seconds(name, bf16), "{name}");
+        assert!(seconds(name, f16) < seconds(name, f32), "{name}");
+    }
+    for name in ["t4", "v100"] {
+        assert_eq!(seconds(name, f16), seconds(name, f32), "{name}");
+        assert_eq!(seconds(name, bf16), seconds(name, f32), "{name}");
+    }
+    let cpu = Rates::of_cpu([1e9, 4e9], 1e9, 1e9);
+    assert_eq!(cpu.operations(&f16), cpu.operations(&f32));
+}
+
+/// Programs see less than all of a card's memory; a laptop's card is nobody's first guess.
+#[test]
+fn a_message_of_24_gib_comes_from_a_desktop_card() {
+    // What PyTorch says of an RTX 3090, an RTX 4090, an RTX 3060 and an A100.
+    for (mib, name) in [(24_258, "rtx-3090"), (24_210, "rtx-3090"), (12_045, "rtx-3060"), (81_000, "a100-80")]
+    {
+        let found = Catalogue::known().like(mib << 20).unwrap().device;
+        assert_eq!((found.name.as_str(), found.memory), (name, ByteSize(mib << 20)));
+    }
+}

@@ -212,7 +212,9 @@ impl RawConfig {
         ConfigError::Conflict {
             keys: vec![self.conflicting("parallel.data_parallel", data)],
             reason: format!("parallel.data_parallel {words}, and {}", were_started(started)),
-            remedy: format!("start {all} with `--ranks {all}`, or leave the key away"),
+            remedy: format!(
+                "start {all} with --ranks, name a machine of {all} devices with --hardware, or leave the key away"
+            ),
         }
     }
 
@@ -230,7 +232,9 @@ impl RawConfig {
                 "the configuration divides sequences, layers and products among {all} ranks, and {}",
                 were_started(started)
             ),
-            remedy: format!("start {all} with `--ranks {all}`, or a multiple"),
+            remedy: format!(
+                "start {all}, or a multiple, with --ranks, or name a machine of as many devices with --hardware"
+            ),
         }
     }
 

@@ -389,6 +389,24 @@ mod tests {
         }
     }
 
+    /// Switches that are off say f32; those that are left away say nothing.
+    #[test]
+    fn sixteen_bits_that_are_off_are_32() {
+        let precision = |text: &str| config(text).0.training.mixed_precision().set();
+        for text in [
+            r#"{"learning_rate": 1e-4, "bf16": false, "fp16": false}"#,
+            r#"{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": false}}"#,
+            "base_model: m\nadapter: lora\nmicro_batch_size: 1\nfloat32: true\n",
+        ] {
+            assert_eq!(precision(text), Some(MixedPrecision::F32), "{text}");
+        }
+        assert_eq!(
+            precision(r#"{"learning_rate": 1e-4, "fp16": false, "bf16": true}"#),
+            Some(MixedPrecision::Bf16)
+        );
+        assert_eq!(precision(r#"{"learning_rate": 1e-4}"#), None);
+    }
+
     /// Every key of Ava's table has a meaning or an answer, and the whole is a configuration. Ours may stand among them.
     #[test]
     fn all_of_ava_is_carried_over_or_answered() {

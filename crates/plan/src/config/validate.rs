@@ -4,7 +4,7 @@
 use plimsoll_step::{AttentionKind, BlockSparse};
 
 use super::{
-    Auto, ConfigError, ConflictingKey, Entry, GradientDtype, LearningRateScaling, MasterWeights,
+    Auto, ConfigError, ConflictingKey, Entry, GradientDtype, LearningRateScaling, MasterWeights, Method,
     MixedPrecision, Paths, RawConfig, availability, is_unset,
 };
 
@@ -224,7 +224,13 @@ impl RawConfig {
                 remedy: "set training.mixed_precision to bf16, which needs no scale, or training.optimizer_in_backward to false".to_owned(),
             });
         }
-        if let Some(Auto::Set(masters @ MasterWeights::None)) = training.master_weights {
+        // Adapters are in f32 themselves, and what is frozen has no masters.
+        let lora = &training.lora;
+        let saves = lora.modules_to_save.as_ref().is_some_and(|names| !names.0.is_empty());
+        let trains_weights = training.method() == Method::Full || saves;
+        if let Some(Auto::Set(masters @ MasterWeights::None)) = training.master_weights
+            && trains_weights
+        {
             errors.push(ConfigError::Conflict {
                 keys: vec![precision, self.conflicting("training.master_weights", masters)],
                 reason: "fp16 weights are updated behind f32 master weights".to_owned(),

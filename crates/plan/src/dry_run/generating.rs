@@ -1,8 +1,9 @@
 //! Prompts and tokens run dry.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use plimsoll_device::{Clock, Device, DeviceTraits, Dry, Transferred};
+use plimsoll_device::{Clock, Device, DeviceTraits, Dry, Tally, Times, Transferred};
 use plimsoll_disk::LowerTiers;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{DecodeSettings, Decoder, StepError, WeightStorage};
@@ -34,7 +35,11 @@ impl DryRun {
         let tiers = Arc::new(LowerTiers::dry());
         let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        append_prompts(&mut decoder, settings, prompt, prompt)?;
+        let chunk = settings.prompt_chunk_tokens;
+        let is_long = prompt.div_ceil(chunk.max(1)) > MOST_PASSES;
+        let passes = if is_long { tokens_that_tell(prompt, chunk) } else { prompt };
+        append_prompts(&mut decoder, settings, passes, prompt)?;
+        decoder.suppose(0, prompt)?;
         let (mut tally, mut moved) = (dry.take_tally(), dry.moved());
         if prompt < settings.context {
             append_tokens(&mut decoder, settings)?;
@@ -81,32 +86,97 @@ impl DryRun {
         storage: WeightStorage<'_>,
         prompt_tokens: u64,
     ) -> Result<[DryRun; 2], StepError> {
+        DryRun::timed_in_passes(rates, spec, settings, storage, prompt_tokens, MOST_PASSES)
+    }
+
+    /// The same, with at most so many passes of the prompt run: of more, one in the middle of each of so many parts stands for its part.
+    fn timed_in_passes(
+        rates: &Rates,
+        spec: &ModelSpec,
+        settings: DecodeSettings,
+        storage: WeightStorage<'_>,
+        prompt_tokens: u64,
+        most: u64,
+    ) -> Result<[DryRun; 2], StepError> {
         let prompt = prompt_tokens.clamp(1, settings.context.max(1));
-        let timed = |run: &dyn Fn(&mut Decoder<'_>) -> Result<(), StepError>, warm: bool| {
+        let timed = |runs: &[Timed<'_>], warm: bool| {
             let dry = Dry::new().standing_for(rates.wiring.device).timed(Clock::new(*rates));
             let tiers = Arc::new(LowerTiers::dry());
             let mut decoder = dry_decoder(&dry, &tiers, spec, settings, storage)?;
-            let times = || dry.clock().map(Clock::times).unwrap_or_default();
-            if warm {
-                // A pass begins to bring what the next one begins with.
+            let now = || dry.clock().map(Clock::times).unwrap_or_default();
+            let mut took = |run: &Run<'_>| {
+                let (before, moved) = (now(), dry.moved());
+                dry.take_tally();
                 run(&mut decoder)?;
+                Ok::<_, StepError>((now().since(before), dry.take_tally(), dry.moved().less(moved)))
+            };
+            let (mut times, mut tally, mut moved) = Default::default();
+            for Timed { run, without, count } in runs {
+                if warm {
+                    // A pass begins to bring what the next one begins with.
+                    took(run)?;
+                }
+                let mut own = took(run)?;
+                if let Some(without) = without {
+                    let less = took(without)?;
+                    own = (own.0.since(less.0), own.1.less(less.1), own.2.less(less.2));
+                }
+                times = Times::plus(times, own.0, *count as f64);
+                tally = Tally::plus(tally, own.1.times(*count));
+                moved = Transferred::plus(moved, own.2.times(*count));
             }
-            let (before, moved) = (times(), dry.moved());
-            dry.take_tally();
-            run(&mut decoder)?;
-            let times = times().since(before);
-            let (tally, moved) = (dry.take_tally(), dry.moved().less(moved));
             Ok::<_, StepError>(DryRun { times: Some(times), ..DryRun::of(&dry, &tiers, tally, moved) })
         };
-        let run_prompt = |decoder: &mut Decoder<'_>| append_prompts(decoder, settings, prompt, 0);
-        let run_token = |decoder: &mut Decoder<'_>| {
+        // Tokens of the prompt behind others.
+        let part = |tokens: Range<u64>| -> Run<'_> {
+            let ids = vec![0; tokens.end.min(prompt).saturating_sub(tokens.start) as usize];
+            Box::new(move |decoder| {
+                decoder.suppose(0, tokens.start)?;
+                decoder.append(&ids).map(drop)
+            })
+        };
+        let chunk = settings.prompt_chunk_tokens.max(1);
+        let before_last = prompt.div_ceil(chunk) - 1;
+        let prompts: Vec<Timed<'_>> = if before_last < most {
+            vec![Timed::once(Box::new(|decoder| append_prompts(decoder, settings, prompt, 0)))]
+        } else {
+            let some = (0..most).map(|nth| {
+                let (first, end) = (nth * before_last / most, (nth + 1) * before_last / most);
+                let start = first.midpoint(end) * chunk;
+                // Logits come behind the last pass alone.
+                let run = part(start..start + 2 * chunk);
+                let without = Some(part(start + chunk..start + 2 * chunk));
+                Timed { run, without, count: end - first }
+            });
+            some.chain([Timed::once(part(before_last * chunk..prompt))]).collect()
+        };
+        let token = |decoder: &mut Decoder<'_>| {
             let before = prompt.min(settings.context.saturating_sub(1));
             (0..sequences(settings)).try_for_each(|sequence| decoder.suppose(sequence, before))?;
             append_tokens(decoder, settings)
         };
-        Ok([timed(&run_prompt, false)?, timed(&run_token, true)?])
+        Ok([timed(&prompts, false)?, timed(&[Timed::once(Box::new(token))], true)?])
     }
 }
+
+/// Something that a decoder does.
+type Run<'r> = Box<dyn Fn(&mut Decoder<'_>) -> Result<(), StepError> + 'r>;
+
+/// Something that is timed, less a part of it, and how often it is done.
+struct Timed<'r> {
+    run: Run<'r>,
+    without: Option<Run<'r>>,
+    count: u64,
+}
+
+impl<'r> Timed<'r> {
+    fn once(run: Run<'r>) -> Timed<'r> {
+        Timed { run, without: None, count: 1 }
+    }
+}
+
+/// Passes of a prompt that are all run.
+const MOST_PASSES: u64 = 64;
 
 /// A decoder that computes nothing.
 pub(super) fn dry_decoder<'d>(
@@ -163,4 +233,42 @@ fn append_tokens(decoder: &mut Decoder<'_>, settings: DecodeSettings) -> Result<
     let runs: Vec<(u32, &[u32])> =
         (0..sequences(settings)).map(|sequence| (sequence, tokens.as_slice())).collect();
     decoder.decode(&runs).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_device::DType;
+    use plimsoll_memory::Tier;
+    use plimsoll_model::{Parameter, catalogue};
+    use plimsoll_step::Precision;
+
+    use super::*;
+
+    /// A prompt of many passes takes what some of them say.
+    #[test]
+    fn some_passes_of_a_prompt_stand_for_all() {
+        let spec = ModelSpec { num_layers: 2, ..catalogue::find("smollm2-135m").unwrap() };
+        let settings = DecodeSettings {
+            precision: Precision::F32,
+            cache: DType::F32,
+            cache_tier: Tier::Device,
+            context: 4001,
+            prompt_chunk_tokens: 16,
+            sequences: 1,
+            pages: None,
+            drafted_tokens: 0,
+        };
+        let types = |_: &Parameter| DType::F32;
+        let rates = Rates::of_cpu([1e11, 2e11], 1e10, 1e9);
+        let timed = |most| {
+            DryRun::timed_in_passes(&rates, &spec, settings, WeightStorage::new(&types), 4000, most).unwrap()
+        };
+        let ([all, token], [some, same_token]) = (timed(u64::MAX), timed(20));
+        let seconds = |run: &DryRun| run.times.unwrap().elapsed;
+        let near = |one: f64, other: f64| (one / other - 1.0).abs() < 5e-3;
+        assert!(near(seconds(&some), seconds(&all)), "{} and {}", seconds(&some), seconds(&all));
+        assert!(near(some.tally.flops() as f64, all.tally.flops() as f64));
+        assert_eq!(some.peak_bytes(), all.peak_bytes());
+        assert_eq!((token.times, token.tally), (same_token.times, same_token.tally));
+    }
 }

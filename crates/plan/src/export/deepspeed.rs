@@ -108,9 +108,9 @@ fn put_precision(sheet: &mut Sheet<'_>, page: &mut Page) {
     let precision = sheet.precision();
     let masters = sheet.training().master_weights().set();
     let mut own = Page::default();
-    own.put("enabled", true);
+    own.put("enabled", precision != MixedPrecision::F32);
     match precision {
-        MixedPrecision::F32 => {}
+        MixedPrecision::F32 => page.put("bf16", own),
         MixedPrecision::Fp16 => {
             let scaling = sheet.settings().loss_scaling.unwrap_or_default();
             let LossScaling { initial, growth_interval, .. } = scaling;

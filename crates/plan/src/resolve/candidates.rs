@@ -50,7 +50,9 @@ pub(crate) fn precisions(
         Some(MixedPrecision::Fp8) => vec![fp8(masters)],
         Some(MixedPrecision::Fp16) => vec![fp16],
         None => {
-            let sixteen = if narrow == Some(DType::F16) { fp16 } else { bf16(masters) };
+            // Scaled gradients and updates in the backward pass do not go together.
+            let scales = narrow == Some(DType::F16) && !training.optimizer_in_backward();
+            let sixteen = if scales { fp16 } else { bf16(masters) };
             // Beside weights of four bits, activations of 32 would save nothing.
             match method.adapters().is_some_and(|adapters| !adapters.weight_types.is_empty()) {
                 true => vec![sixteen],

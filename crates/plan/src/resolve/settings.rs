@@ -109,11 +109,16 @@ fn router_training(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod
     }
 }
 
-/// Refuses what is said of experts where the model has none: nobody would see that it does nothing.
+/// Refuses sequences that are longer than a model's learned positions, and what is said of experts where the model has none: nobody
+/// would see that it does nothing.
 ///
 /// # Errors
 /// The first key that is set to something.
-pub(crate) fn check_experts(config: &RawConfig, spec: &ModelSpec) -> Result<(), StepError> {
+pub(crate) fn check_model(config: &RawConfig, spec: &ModelSpec) -> Result<(), StepError> {
+    let (tokens, positions) = (config.data.sequence_length(), spec.max_position_embeddings);
+    if spec.attention.rope.is_none() && tokens > positions {
+        return Err(StepError::TooFewPositions { tokens, positions });
+    }
     let training = &config.training;
     let is_set = |value: Option<f64>| value.is_some_and(|value| value > 0.0);
     let keys = [

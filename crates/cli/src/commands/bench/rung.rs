@@ -10,7 +10,7 @@ use plimsoll_memory::ByteSize;
 use plimsoll_memory::run_on_all_cores;
 use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, TrainingPlan};
-use plimsoll_train::StopFlag;
+use plimsoll_train::{REPORT_FILE, StopFlag};
 use serde::{Deserialize, Serialize};
 
 use super::techniques::Group;
@@ -205,7 +205,7 @@ fn read(output: &Path) -> Result<MeasuredRung, Failure> {
     struct Step {
         loss: Option<f64>,
     }
-    let report: Report = serde_json::from_slice(&std::fs::read(output.join("report.json"))?)?;
+    let report: Report = serde_json::from_slice(&std::fs::read(output.join(REPORT_FILE))?)?;
     let metrics = std::fs::read_to_string(output.join("metrics.jsonl"))?;
     let steps: Result<Vec<Step>, _> = metrics.lines().map(serde_json::from_str).collect();
     Ok(MeasuredRung {

@@ -17,8 +17,8 @@ use crate::weights::Weights;
 /// What all keys begin with that `--set` may change here.
 const DATA: &str = "data.";
 
-/// Reads the samples of `--data`.
-pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dataset, Failure> {
+/// How the command line says that data are read.
+pub(super) fn configured(args: &EvalArgs, format: &str) -> Result<RawConfig, Failure> {
     let mut config = RawConfig::default();
     config.apply_override("data.format", format, &format!("--format {format}"))?;
     let length = args.sequence_length.to_string();
@@ -31,6 +31,12 @@ pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dat
         }
         config.apply_set(assignment)?;
     }
+    Ok(config)
+}
+
+/// Reads the samples of `--data`.
+pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dataset, Failure> {
+    let config = configured(args, format)?;
     let tokenizer = model.files.tokenizer()?;
     let Some(encoder) = sample_encoder(&config, &tokenizer)? else {
         return Err(ConfigError::Missing {

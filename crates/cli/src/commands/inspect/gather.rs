@@ -11,7 +11,7 @@ use plimsoll_model::{
     ExpertsSpec, Format, ModelFiles, ModelSpec, Parameter, SafetensorsFile, Scoring, catalogue as known,
 };
 use plimsoll_plan::needs;
-use plimsoll_train::Checkpoint as TrainingCheckpoint;
+use plimsoll_train::{Checkpoint as TrainingCheckpoint, REPORT_FILE};
 use serde_json::{Value, json};
 
 use super::report::{
@@ -26,7 +26,6 @@ const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
 const TRAINER_STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const REPORT: &str = "report.json";
 const METRICS: &str = "metrics.jsonl";
 
 /// JSON beside weights that is longer than this is not read.
@@ -384,7 +383,7 @@ fn run(folder: &Path) -> Result<Option<Run>, Failure> {
     if checkpoints.is_empty() && !folder.join(METRICS).is_file() {
         return Ok(None);
     }
-    let report = read_json(&folder.join(REPORT)).unwrap_or_default();
+    let report = read_json(&folder.join(REPORT_FILE)).unwrap_or_default();
     Ok(Some(Run {
         steps: report.get("steps").and_then(Value::as_u64),
         last_loss: report.get("last_loss").and_then(Value::as_f64),

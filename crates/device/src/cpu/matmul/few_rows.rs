@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use super::crew::Crew;
 use super::engine::Engine;
+use super::kernels::Dequantize;
 use super::pack::{Lines, along_end};
 use super::storage::{self, At, GROUP, Read, Storage};
 use super::tile::{LINE, prefetch};
@@ -24,6 +25,9 @@ const MAX_ROWS: usize = crate::op::FEW_ROWS;
 const TASK_BYTES: usize = 16 << 10;
 /// How far ahead of its use B is fetched, in bytes at least: some hundred nanoseconds of a core's share of the memory.
 const AHEAD: usize = 8192;
+
+/// Values of a column that are decoded at a time: whole blocks of every type.
+const DECODED: usize = 256;
 
 /// Bytes of a packed row at most.
 const MAX_ROW_BYTES: usize = 512 << 10;
@@ -149,10 +153,13 @@ impl Columns {
 /// first-level cache.
 ///
 /// # Safety
-/// The machine has the engine's instruction set, B is stored as `S`, operands and C are valid, and packed rows are
-/// a multiple of `R`.
+/// The machine has the engine's instruction set, B is stored as `S` or decoded to it, operands and C are valid, and packed rows
+/// are a multiple of `R`.
 #[inline(always)]
-pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, const N: usize>(task: &Columns) {
+pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, const N: usize>(
+    task: &Columns,
+    decode: Option<Dequantize>,
+) {
     let Columns { c, start, end, .. } = *task;
     let units = row_units(task.k, E::K_PER_UNIT);
     for column in (start..end).step_by(N) {
@@ -162,7 +169,7 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
             unsafe {
                 let rows = task.rows.add(row * units);
                 let mut sums = [[0.0; N]; R];
-                dot::<E, S, R, N>(rows, task.b, task.k, column..column + count, &mut sums);
+                dot::<E, S, R, N>(rows, task.b, task.k, column..column + count, decode, &mut sums);
                 if count == N && c.dtype == DType::F32 && !task.accumulate {
                     let out = c.data.cast::<f32>().add(row * c.row_stride + column);
                     for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
@@ -188,25 +195,66 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     b: Lines,
     k: usize,
     some: Range<usize>,
+    decode: Option<Dequantize>,
     out: &mut [[f32; N]; R],
 ) {
-    let whole = E::V::LANES * E::K_PER_UNIT;
     let units = row_units(k, E::K_PER_UNIT);
+    let mut starts = [0; N];
+    for (j, start) in starts.iter_mut().enumerate() {
+        *start = (some.start + j).min(some.end - 1) * b.stride;
+    }
+    // SAFETY: the columns hold `k` values, the packed rows `units` units.
+    unsafe {
+        let mut sums = [[E::V::splat(0.0); N]; R];
+        match decode {
+            Some(decode) => add_decoded::<E, R, N>(&mut sums, rows, units, b, k, starts, decode),
+            None => add_stored::<E, S, R, N>(&mut sums, rows, units, b, k, starts),
+        }
+        if R * N == SUMS {
+            let mut all = [E::V::splat(0.0); SUMS];
+            for (i, sums) in sums.iter().enumerate() {
+                for (j, sum) in sums.iter().enumerate() {
+                    all[i * N + j] = *sum;
+                }
+            }
+            let mut totals = [0.0; SUMS];
+            E::V::sums(all, &mut totals);
+            for (i, out) in out.iter_mut().enumerate() {
+                out.copy_from_slice(&totals[i * N..(i + 1) * N]);
+            }
+        } else {
+            for (out, sums) in out.iter_mut().zip(&sums) {
+                for (out, sum) in out.iter_mut().zip(sums) {
+                    *out = sum.sum();
+                }
+            }
+        }
+    }
+}
+
+/// Adds the products of columns that are stored as `S`, a block of a quantised type at a time, so that its scales are read once.
+#[inline(always)]
+unsafe fn add_stored<E: Engine, S: Storage, const R: usize, const N: usize>(
+    sums: &mut [[E::V; N]; R],
+    rows: *const f32,
+    units: usize,
+    b: Lines,
+    k: usize,
+    starts: [usize; N],
+) {
+    let whole = E::V::LANES * E::K_PER_UNIT;
     let block = S::BLOCK.max(GROUP);
     let block_bytes = S::offset(block).max(1);
     // The same place in columns to come.
     let together = S::offset(N * b.stride).max(1);
     let ahead = AHEAD.div_ceil(together) * together;
-    // SAFETY: the columns hold `k` values, the packed rows `units` units.
+    // SAFETY: as for the caller.
     unsafe {
-        let mut sums = [[E::V::splat(0.0); N]; R];
-        let start_of = |j: usize| (some.start + j).min(some.end - 1) * b.stride;
-        let mut columns = [S::place(b.data, start_of(0)); N];
-        for (j, place) in columns.iter_mut().enumerate().skip(1) {
-            *place = S::place(b.data, start_of(j));
+        let mut columns = [S::place(b.data, starts[0]); N];
+        for (place, start) in columns.iter_mut().zip(starts).skip(1) {
+            *place = S::place(b.data, start);
         }
         let mut row = rows;
-        // A block of a quantised type at a time, so that its scales are read once.
         for _ in 0..k / block {
             let mut scales = [const { MaybeUninit::<S::Scales<E::V>>::uninit() }; N];
             for (scales, place) in scales.iter_mut().zip(&columns) {
@@ -237,33 +285,47 @@ unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
         let left = k % block;
         for at in (0..left).step_by(whole) {
             let mut vectors = [E::V::splat(0.0); N];
-            for (j, vector) in vectors.iter_mut().enumerate() {
-                let index = start_of(j) + k - left + at;
+            for (vector, start) in vectors.iter_mut().zip(starts) {
+                let index = start + k - left + at;
                 *vector = if left - at >= whole {
                     E::along(At::<S>::new(b.data, index))
                 } else {
                     along_end::<E>(b, index, left - at)
                 };
             }
-            add_products::<E, R, N>(&mut sums, row.add(at / E::K_PER_UNIT), units, vectors);
+            add_products::<E, R, N>(sums, row.add(at / E::K_PER_UNIT), units, vectors);
         }
-        if R * N == SUMS {
-            let mut all = [E::V::splat(0.0); SUMS];
-            for (i, sums) in sums.iter().enumerate() {
-                for (j, sum) in sums.iter().enumerate() {
-                    all[i * N + j] = *sum;
-                }
-            }
-            let mut totals = [0.0; SUMS];
-            E::V::sums(all, &mut totals);
-            for (i, out) in out.iter_mut().enumerate() {
-                out.copy_from_slice(&totals[i * N..(i + 1) * N]);
-            }
-        } else {
-            for (out, sums) in out.iter_mut().zip(&sums) {
-                for (out, sum) in out.iter_mut().zip(sums) {
-                    *out = sum.sum();
-                }
+    }
+}
+
+/// Adds the products of columns that are decoded first, a piece of each at a time: in the order of [`add_stored`].
+#[inline(always)]
+unsafe fn add_decoded<E: Engine, const R: usize, const N: usize>(
+    sums: &mut [[E::V; N]; R],
+    rows: *const f32,
+    units: usize,
+    b: Lines,
+    k: usize,
+    starts: [usize; N],
+    decode: Dequantize,
+) {
+    let whole = E::V::LANES * E::K_PER_UNIT;
+    let mut pieces = [[0.0; DECODED]; N];
+    for first in (0..k).step_by(DECODED) {
+        let count = DECODED.min(k - first);
+        for (piece, start) in pieces.iter_mut().zip(starts) {
+            // SAFETY: the column holds the values, and a block begins with the first one.
+            unsafe { decode(b.dtype, b.data, start + first, count, piece.as_mut_ptr()) };
+            piece[count..].fill(0.0);
+        }
+        for at in (0..count).step_by(whole) {
+            // SAFETY: pieces hold whole vectors, with zeros after the last value; rows have a vector for each.
+            unsafe {
+                let vectors = pieces.each_ref().map(|piece| {
+                    let start = piece.as_ptr().add(at);
+                    E::along(At::<storage::F32>::new(start.cast(), 0))
+                });
+                add_products::<E, R, N>(sums, rows.add((first + at) / E::K_PER_UNIT), units, vectors);
             }
         }
     }

@@ -1,4 +1,7 @@
 //! The kernels of each instruction set and precision, compiled for it, behind one table of functions.
+//!
+//! Engines that many machines multiply by have code of their own for every storage. The others have it for f32 and bf16, and read
+//! what is stored in another way through a buffer of f32: the same bits, in an eighth of the code.
 
 use std::ops::Range;
 
@@ -37,9 +40,12 @@ pub(super) struct Kernels {
     /// Rows of A for `multiply_columns`: the rows, the values of k, the place for them.
     pub pack_rows: unsafe fn(Lines, usize, *mut f32),
     pub multiply_columns: unsafe fn(&Columns),
-    /// Elements of a type, from the first block on, as f32: the pointer, their number, the place for them.
-    pub dequantize: unsafe fn(DType, *const u8, usize, *mut f32),
+    /// Elements of a type as f32.
+    pub dequantize: Dequantize,
 }
+
+/// Elements of a type as f32: the pointer, the first one, with which a block begins, their number, the place for them.
+pub(super) type Dequantize = unsafe fn(DType, *const u8, usize, usize, *mut f32);
 
 impl Kernels {
     /// The kernels for `compute` on `isa`, or on the best that this machine has where it lacks that one.
@@ -63,9 +69,27 @@ impl Kernels {
     }
 }
 
-/// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile.
+/// Calls `$direct`, for an engine with code of its `own` for every storage, or `$decoded` with a function that decodes, for one that
+/// multiplies what was `decoded`, where the type is not one of those that both have code for.
+macro_rules! by_code {
+    (own, $dtype:expr, $direct:ident::<[] $(, $n:literal)*>($($argument:expr),*), $decoded:path) => {
+        by_storage!($dtype, $direct::<[] $(, $n)*>($($argument),*))
+    };
+    (decoded, $dtype:expr, $direct:ident::<[] $(, $n:literal)*>($($argument:expr),*), $decoded:path) => {
+        match $dtype {
+            DType::F32 => $direct::<storage::F32 $(, $n)*>($($argument),*),
+            DType::Bf16 => $direct::<storage::Bf16 $(, $n)*>($($argument),*),
+            _ => $decoded($($argument),*),
+        }
+    };
+}
+
+/// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile; `code` is for [`by_code`].
 macro_rules! kernels {
-    ($module:ident, $engine:ty, [$($rows:literal),*] of $height:literal, $vectors:literal $(, $features:literal)?) => {
+    (
+        $module:ident, $engine:ty, $code:ident,
+        [$($rows:literal),*] of $height:literal, $vectors:literal $(, $features:literal)?
+    ) => {
         mod $module {
             use super::*;
 
@@ -83,22 +107,36 @@ macro_rules! kernels {
             };
 
             $(#[target_feature(enable = $features)])?
-            unsafe fn dequantize(dtype: DType, data: *const u8, count: usize, out: *mut f32) {
+            unsafe fn dequantize(dtype: DType, data: *const u8, first: usize, count: usize, out: *mut f32) {
                 // SAFETY: the caller vouches for the pointers, this function's attribute for the instruction set.
-                unsafe { by_storage!(dtype, stored_dequantize::<[]>(data, count, out)) }
+                unsafe { by_storage!(dtype, stored_dequantize::<[]>(dtype, data, first, count, out)) }
             }
 
             $(#[target_feature(enable = $features)])?
             #[inline(never)]
-            unsafe fn stored_dequantize<S: Storage>(data: *const u8, count: usize, out: *mut f32) {
+            unsafe fn stored_dequantize<S: Storage>(
+                dtype: DType,
+                data: *const u8,
+                first: usize,
+                count: usize,
+                out: *mut f32,
+            ) {
                 // SAFETY: as above.
-                unsafe { storage::dequantize::<<$engine as Engine>::V, S>(data, count, out) }
+                unsafe { storage::dequantize::<<$engine as Engine>::V, S>(dtype, data, first, count, out) }
             }
 
             $(#[target_feature(enable = $features)])?
             unsafe fn pack(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
                 // SAFETY: the caller vouches for the operands, this function's attribute for the instruction set.
-                unsafe { by_storage!(from.dtype, stored_pack::<[]>(from, lines, k, to)) }
+                unsafe { by_code!($code, from.dtype, stored_pack::<[]>(from, lines, k, to), decoded_pack) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            #[allow(dead_code)]
+            unsafe fn decoded_pack(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
+                let pack = stored_pack::<storage::F32>;
+                // SAFETY: as above.
+                unsafe { pack::pack_decoded::<$engine>(from, lines, k, to, dequantize, pack) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -124,20 +162,29 @@ macro_rules! kernels {
             unsafe fn multiply_columns(task: &Columns) {
                 // SAFETY: as above; these are the counts that `padded_rows` fills up to.
                 unsafe {
+                    let dtype = task.b.dtype;
                     match task.c.rows {
-                        0..=1 => by_storage!(task.b.dtype, stored_columns::<[], 1, 4>(task)),
-                        2 => by_storage!(task.b.dtype, stored_columns::<[], 2, 4>(task)),
-                        3..=4 => by_storage!(task.b.dtype, stored_columns::<[], 4, 4>(task)),
-                        _ => by_storage!(task.b.dtype, stored_columns::<[], 8, 2>(task)),
+                        0..=1 => by_code!($code, dtype, stored_columns::<[], 1, 4>(task), decoded_columns::<1, 4>),
+                        2 => by_code!($code, dtype, stored_columns::<[], 2, 4>(task), decoded_columns::<2, 4>),
+                        3..=4 => by_code!($code, dtype, stored_columns::<[], 4, 4>(task), decoded_columns::<4, 4>),
+                        _ => by_code!($code, dtype, stored_columns::<[], 8, 2>(task), decoded_columns::<8, 2>),
                     }
                 }
             }
 
             $(#[target_feature(enable = $features)])?
             #[inline(never)]
+            #[allow(dead_code)]
+            unsafe fn decoded_columns<const R: usize, const N: usize>(task: &Columns) {
+                // SAFETY: as above; what is decoded is f32.
+                unsafe { few_rows::multiply_columns::<$engine, storage::F32, R, N>(task, Some(dequantize)) }
+            }
+
+            $(#[target_feature(enable = $features)])?
+            #[inline(never)]
             unsafe fn stored_columns<S: Storage, const R: usize, const N: usize>(task: &Columns) {
                 // SAFETY: as above.
-                unsafe { few_rows::multiply_columns::<$engine, S, R, N>(task) }
+                unsafe { few_rows::multiply_columns::<$engine, S, R, N>(task, None) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -163,31 +210,31 @@ macro_rules! kernels {
 
 // On aarch64 32 registers of four lanes take 8 rows by 2 vectors with ease; baseline x86-64 has 16 registers.
 #[cfg(target_arch = "aarch64")]
-kernels!(portable_single, Single<Portable>, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
+kernels!(portable_single, Single<Portable>, own, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
 #[cfg(target_arch = "aarch64")]
-kernels!(portable_rounded, Rounded<Portable>, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
+kernels!(portable_rounded, Rounded<Portable>, own, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
 #[cfg(not(target_arch = "aarch64"))]
-kernels!(portable_single, Single<Portable>, [1, 2, 3, 4] of 4, 2);
+kernels!(portable_single, Single<Portable>, decoded, [1, 2, 3, 4] of 4, 2);
 #[cfg(not(target_arch = "aarch64"))]
-kernels!(portable_rounded, Rounded<Portable>, [1, 2, 3, 4] of 4, 2);
+kernels!(portable_rounded, Rounded<Portable>, decoded, [1, 2, 3, 4] of 4, 2);
 
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2_single, Single<Avx2>, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
+kernels!(avx2_single, Single<Avx2>, own, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2_rounded, Rounded<Avx2>, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
+kernels!(avx2_rounded, Rounded<Avx2>, decoded, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_single, Single<Avx512>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
+    avx512_single, Single<Avx512>, own, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_rounded, Rounded<Avx512>, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
+    avx512_rounded, Rounded<Avx512>, decoded, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_pairs, Pairs, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
+    avx512_pairs, Pairs, own, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"
 );
 

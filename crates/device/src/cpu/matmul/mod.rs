@@ -133,7 +133,7 @@ pub fn dequantize(isa: Isa, dtype: DType, stored: &[u8], out: &mut [f32]) -> Opt
     }
     let kernels = Kernels::new(isa, Compute::F32);
     // SAFETY: the source holds as many elements as there is room for, and the table's instruction set is there.
-    unsafe { (kernels.dequantize)(dtype, stored.as_ptr(), out.len(), out.as_mut_ptr()) };
+    unsafe { (kernels.dequantize)(dtype, stored.as_ptr(), 0, out.len(), out.as_mut_ptr()) };
     Some(())
 }
 

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use super::Operand;
 use super::engine::{Engine, MAX_ALONG};
+use super::kernels::Dequantize;
 use super::storage::{self, At, GROUP, MAX_CHUNK, Read, Storage};
 use super::tile::{Area, prefetch};
 use super::vector::{MAX_LANES, MAX_VECTORS, Vector};
@@ -105,6 +106,88 @@ pub(super) unsafe fn pack<E: Engine, S: Storage>(
             pack_across::<E, S>(from, lines, k, to);
         } else {
             pack_any::<E>(from, lines, k, to);
+        }
+    }
+}
+
+/// Values that follow each other in memory and are decoded together: whole blocks of every type, and whole panels.
+const RUN: usize = 256;
+/// Runs in the buffer.
+const RUNS: usize = 32;
+
+/// Runs of an operand as f32, each behind room for the values of its first block that come before it.
+struct Decoded([[MaybeUninit<f32>; 2 * RUN]; RUNS]);
+
+impl Decoded {
+    /// Decodes `inner` of the contiguous dimension for each of `outer`, `stride` elements apart.
+    ///
+    /// # Safety
+    /// The operand has the elements.
+    unsafe fn fill(
+        &mut self,
+        from: Lines,
+        outer: Range<usize>,
+        stride: usize,
+        inner: Range<usize>,
+        decode: Dequantize,
+    ) {
+        assert!(outer.len() <= RUNS && inner.len() <= RUN, "{outer:?} by {inner:?} are too many");
+        let block = from.dtype.block_elements() as usize;
+        for (outer, run) in outer.zip(&mut self.0) {
+            let index = outer * stride + inner.start;
+            let before = index % block;
+            let to = run.as_mut_ptr().cast::<f32>().wrapping_add(RUN - before);
+            // SAFETY: there is room for a run, and before it for as many elements as a block has.
+            unsafe { decode(from.dtype, from.data, index - before, before + inner.len(), to) };
+        }
+    }
+
+    /// What was decoded, as lines.
+    fn lines(&self, count: usize, stride: usize, k_stride: usize) -> Lines {
+        let data = self.0.as_ptr().cast::<u8>().wrapping_add(RUN * size_of::<f32>());
+        Lines { data, dtype: DType::F32, count, stride, k_stride }
+    }
+}
+
+/// As [`pack`], of any type that `decode` decodes; `pack` packs f32, in units of one value.
+///
+/// # Safety
+/// As of [`pack`].
+#[inline(always)]
+pub(super) unsafe fn pack_decoded<E: Engine>(
+    from: Lines,
+    lines: Range<usize>,
+    k: Range<usize>,
+    to: Panels,
+    decode: Dequantize,
+    pack: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
+) {
+    const { assert!(E::K_PER_UNIT == 1) };
+    let mut decoded = Decoded([[MaybeUninit::uninit(); 2 * RUN]; RUNS]);
+    let along = from.k_stride == 1;
+    if !along && from.stride != 1 {
+        // SAFETY: as for this function.
+        return unsafe { pack_any::<E>(from, lines, k, to) };
+    }
+    // Whole panels, as the buffer has room for them.
+    let (lines_each, k_each) = if along { (to.width, RUN) } else { (RUN / to.width * to.width, RUNS) };
+    for first in lines.clone().step_by(lines_each) {
+        let some = first..lines.end.min(first + lines_each);
+        let panel = to.data.wrapping_add((first - lines.start) / to.width * to.stride);
+        for first in k.clone().step_by(k_each) {
+            let values = first..k.end.min(first + k_each);
+            let data = panel.wrapping_add((first - k.start) * to.width);
+            // SAFETY: the lines have these values, and the panels room for them.
+            unsafe {
+                let part = if along {
+                    decoded.fill(from, some.clone(), from.stride, values.clone(), decode);
+                    decoded.lines(some.len(), 2 * RUN, 1)
+                } else {
+                    decoded.fill(from, values.clone(), from.k_stride, some.clone(), decode);
+                    decoded.lines(some.len(), 1, 2 * RUN)
+                };
+                pack(part, 0..some.len(), 0..values.len(), Panels { data, ..to });
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ pub(super) mod tests;
 
 use std::marker::PhantomData;
 
-use super::vector::{MAX_LANES, MAX_VECTORS, Portable, Vector, bf16_value, f16_value};
+use super::vector::{MAX_VECTORS, Portable, Vector, bf16_value, f16_value};
 use crate::DType;
 
 pub(super) use blocks::{Int8, Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
@@ -332,42 +332,36 @@ unsafe fn block_element<S: Storage>(data: *const u8, index: usize) -> f32 {
     lanes[index - first]
 }
 
-/// `count` elements from the first block on, as f32.
+/// `count` elements of `dtype`, which `S` reads, as f32, from element `first` on, with which a block begins.
 ///
 /// # Safety
 /// The machine has the vector's instruction set, the elements exist and `out` has room for them.
 #[inline(always)]
-pub(super) unsafe fn dequantize<V: Vector, S: Storage>(data: *const u8, count: usize, out: *mut f32) {
-    let mut out = out;
+pub(super) unsafe fn dequantize<V: Vector, S: Storage>(
+    dtype: DType,
+    data: *const u8,
+    first: usize,
+    count: usize,
+    out: *mut f32,
+) {
     let step = S::BLOCK.max(GROUP);
+    let whole = count / step * step;
     // SAFETY: as for this function.
     unsafe {
-        let mut place = S::place(data, 0);
-        for _ in 0..count / step {
+        let mut place = S::place(data, first);
+        for block in (0..whole).step_by(step) {
             let scales = S::scales::<V>(place);
             for start in (0..step).step_by(S::CHUNK) {
                 let mut vectors = [V::splat(0.0); MAX_VECTORS];
                 S::chunk(place, start, &scales, &mut vectors);
                 for (i, vector) in vectors.iter().enumerate().take(S::CHUNK / V::LANES) {
-                    vector.store(out.add(start + i * V::LANES));
+                    vector.store(out.add(block + start + i * V::LANES));
                 }
             }
             place = S::next(place);
-            out = out.add(step);
         }
-        let done = count / step * step;
-        for index in 0..count % step {
-            *out.add(index) = if S::BLOCK > 1 {
-                block_element::<S>(data, done + index)
-            } else {
-                // A plain element, with nothing after it that a vector might be loaded from.
-                let mut bytes = [0u8; size_of::<f32>() * MAX_LANES];
-                let element = data.add(S::offset(done + index));
-                std::ptr::copy_nonoverlapping(element, bytes.as_mut_ptr(), S::offset(1));
-                let mut values = [0.0; MAX_LANES];
-                S::load_alone::<V>(S::place(bytes.as_ptr(), 0), 0).store(values.as_mut_ptr());
-                values[0]
-            };
+        for index in whole..count {
+            *out.add(index) = element(dtype, data, first + index);
         }
     }
 }

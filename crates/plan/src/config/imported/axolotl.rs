@@ -2,7 +2,7 @@
 
 use super::words::{Entry, among, optimizer, same, schedule, when_true};
 
-pub const ENTRIES: [Entry; 24] = [
+pub const ENTRIES: [Entry; 28] = [
     ("base_model", "model.path", same),
     ("adapter", "training.method", |v| among(v, &[("lora", "lora"), ("qlora", "qlora")])),
     ("lora_r", "training.lora.rank", same),
@@ -23,6 +23,10 @@ pub const ENTRIES: [Entry; 24] = [
     }),
     ("flash_attention", "training.attention", |v| when_true(v, "flash")),
     ("eager_attention", "training.attention", |v| when_true(v, "standard")),
+    ("float32", "training.mixed_precision", |v| when_true(v, "f32")),
+    ("float16", "training.mixed_precision", |v| when_true(v, "fp16")),
+    ("bfloat16", "training.mixed_precision", |v| when_true(v, "bf16")),
+    ("bfloat16", "training.master_weights", |v| when_true(v, "none")),
     ("sequence_len", "data.sequence_length", same),
     ("sample_packing", "data.packing", same),
     ("micro_batch_size", "training.batch_size", same),

@@ -1,9 +1,12 @@
 //! Keys that follow from others, and those that exclude each other.
 
-use super::Imported;
 use super::leaves::Leaf;
 use super::programs::Program;
+use super::{Imported, OFF};
 use crate::config::Override;
+
+/// Switches of DeepSpeed, transformers and those who take transformers' arguments.
+const SIXTEEN: [&str; 4] = ["bf16.enabled", "fp16.enabled", "bf16", "fp16"];
 
 impl Imported {
     pub(super) fn settle(&mut self, program: &Program, leaves: &[Leaf]) {
@@ -14,6 +17,7 @@ impl Imported {
         self.settle_ranks();
         self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
         self.settle_twice("training.mixed_precision", |one| one.argument.contains("mixed_precision "));
+        self.settle_f32(leaves);
         self.settle_method();
         self.settle_momenta();
         for (key, value) in program.defaults {
@@ -126,6 +130,18 @@ impl Imported {
             others.map(|one| format!("{} ({} counts)", one.argument, chosen.argument)).collect();
         self.left.extend(others);
         self.overrides.retain(|one| one.key != key || *one == chosen);
+    }
+
+    /// Switches of 16 bits that are all off leave f32.
+    fn settle_f32(&mut self, leaves: &[Leaf]) {
+        let key = "training.mixed_precision";
+        let is_off = |leaf: &&Leaf| {
+            SIXTEEN.contains(&leaf.key.as_str()) && OFF.contains(&leaf.value.to_ascii_lowercase().as_str())
+        };
+        if let Some(off) = leaves.iter().find(is_off).filter(|_| self.value(key).is_none()) {
+            let argument = format!("{}: {} {}", off.place, off.key, off.value);
+            self.overrides.push(Override { key: key.to_owned(), value: "f32".to_owned(), argument });
+        }
     }
 
     /// LoRA beside quantised weights is QLoRA. Of a full fine-tuning, what belongs to adapters and to the weights beside them has no
