@@ -1,6 +1,6 @@
 //! Ranks that are threads of one process.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::{Transport, TransportError};
@@ -9,36 +9,54 @@ use crate::{Transport, TransportError};
 #[derive(Debug)]
 pub struct ThreadRank {
     rank: u32,
-    size: u32,
-    hub: Arc<Hub>,
+    /// Of each rank.
+    mailboxes: Arc<[Mailbox]>,
 }
 
-/// Where the messages of all ranks lie until they are received.
+/// Where the messages to a rank lie until it receives them: only its own threads wait there.
 #[derive(Debug, Default)]
-struct Hub {
-    state: Mutex<State>,
+struct Mailbox {
+    mail: Mutex<Mail>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Under sender and receiver.
-    messages: HashMap<(u32, u32), VecDeque<Vec<u8>>>,
+struct Mail {
+    /// Of each sender.
+    messages: Vec<VecDeque<Vec<u8>>>,
+    /// Senders that have ended.
     ended: Vec<bool>,
 }
 
-impl Hub {
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Every change of the state is a single one.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl Mailbox {
+    fn mail(&self) -> MutexGuard<'_, Mail> {
+        // Every change is a single one.
+        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The ranks of a group of `size`, one for each thread.
 pub fn thread_ranks(size: u32) -> Vec<ThreadRank> {
-    let hub = Arc::new(Hub::default());
-    hub.state().ended = vec![false; size as usize];
-    (0..size).map(|rank| ThreadRank { rank, size, hub: Arc::clone(&hub) }).collect()
+    let all = size as usize;
+    let mail = || Mail { messages: vec![VecDeque::new(); all], ended: vec![false; all] };
+    let mailbox = |_| Mailbox { mail: Mutex::new(mail()), changed: Condvar::new() };
+    let mailboxes: Arc<[Mailbox]> = (0..size).map(mailbox).collect();
+    (0..size).map(|rank| ThreadRank { rank, mailboxes: Arc::clone(&mailboxes) }).collect()
+}
+
+impl ThreadRank {
+    /// The mailbox of a rank.
+    fn mailbox(&self, rank: u32) -> Result<&Mailbox, TransportError> {
+        self.mailboxes.get(rank as usize).ok_or(TransportError::NoSuchRank { rank })
+    }
+
+    /// That of another one.
+    fn other(&self, rank: u32) -> Result<&Mailbox, TransportError> {
+        match rank != self.rank {
+            true => self.mailbox(rank),
+            false => Err(TransportError::NoSuchRank { rank }),
+        }
+    }
 }
 
 impl Transport for ThreadRank {
@@ -47,7 +65,7 @@ impl Transport for ThreadRank {
     }
 
     fn size(&self) -> u32 {
-        self.size
+        self.mailboxes.len() as u32
     }
 
     fn send_receive(
@@ -55,30 +73,27 @@ impl Transport for ThreadRank {
         send: Option<(u32, &[u8])>,
         receive: Option<(u32, &mut [u8])>,
     ) -> Result<(), TransportError> {
-        let check = |rank| match rank < self.size && rank != self.rank {
-            true => Ok(()),
-            false => Err(TransportError::NoSuchRank { rank }),
-        };
         if let Some((to, bytes)) = send {
-            check(to)?;
-            let bytes = bytes.to_vec();
-            let mut state = self.hub.state();
-            state.messages.entry((self.rank, to)).or_default().push_back(bytes);
-            self.hub.changed.notify_all();
+            let (mailbox, bytes) = (self.other(to)?, bytes.to_vec());
+            if let Some(messages) = mailbox.mail().messages.get_mut(self.rank as usize) {
+                messages.push_back(bytes);
+            }
+            mailbox.changed.notify_all();
         }
         let Some((from, into)) = receive else { return Ok(()) };
-        check(from)?;
-        let mut state = self.hub.state();
+        self.other(from)?;
+        let own = self.mailbox(self.rank)?;
+        let mut mail = own.mail();
         let message = loop {
-            if let Some(message) = state.messages.get_mut(&(from, self.rank)).and_then(VecDeque::pop_front) {
+            if let Some(message) = mail.messages.get_mut(from as usize).and_then(VecDeque::pop_front) {
                 break message;
             }
-            if state.ended.get(from as usize).copied().unwrap_or(true) {
+            if mail.ended.get(from as usize).copied().unwrap_or(true) {
                 return Err(TransportError::Ended { rank: from });
             }
-            state = self.hub.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            mail = own.changed.wait(mail).unwrap_or_else(PoisonError::into_inner);
         };
-        drop(state);
+        drop(mail);
         if message.len() != into.len() {
             let (sent, expected) = (message.len() as u64, into.len() as u64);
             return Err(TransportError::Size { rank: from, sent, expected });
@@ -90,10 +105,12 @@ impl Transport for ThreadRank {
 
 impl Drop for ThreadRank {
     fn drop(&mut self) {
-        if let Some(ended) = self.hub.state().ended.get_mut(self.rank as usize) {
-            *ended = true;
+        for mailbox in self.mailboxes.iter() {
+            if let Some(ended) = mailbox.mail().ended.get_mut(self.rank as usize) {
+                *ended = true;
+            }
+            mailbox.changed.notify_all();
         }
-        self.hub.changed.notify_all();
     }
 }
 
