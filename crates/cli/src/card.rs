@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use plimsoll_device::cuda::{Driver, OpenCard};
+use plimsoll_device::cuda::{Card, Driver, OpenCard};
 use plimsoll_device::{CudaError, DeviceTraits};
 use plimsoll_memory::ByteSize;
 use plimsoll_parallel::{Collectives, Communicator};
@@ -100,24 +100,24 @@ pub fn rates(card: &OpenCard, disk: DiskRates) -> Rates {
     let multiprocessors = f64::from(described.multiprocessors.max(1));
     let rates = match known.max_by_key(|known| known.title.len()) {
         Some(known) => known.rates(disk, known.neighbour_link(), None),
-        None => unknown(described.memory, multiprocessors).rates(disk, HOST_LINK, None),
+        None => unknown(described, multiprocessors).rates(disk, HOST_LINK, None),
     };
     Rates { wiring: Wiring { device: DeviceTraits::CUDA, ..rates.wiring }, ..rates }
 }
 
-/// A card of which nothing but its size is known.
-fn unknown(memory: u64, multiprocessors: f64) -> DeviceModel {
+/// A card of which nothing but its size and its generation is known.
+fn unknown(card: &Card, multiprocessors: f64) -> DeviceModel {
     DeviceModel {
         name: String::new(),
         title: String::new(),
-        memory: ByteSize(memory),
+        memory: ByteSize(card.memory),
         bandwidth: BANDWIDTH_PER_MULTIPROCESSOR * multiprocessors,
         f32: F32_PER_CYCLE * CYCLES * multiprocessors,
         half: HALF_PER_CYCLE * CYCLES * multiprocessors,
         bf16: true,
         fp8: None,
         multiprocessors: multiprocessors as u64,
-        capability: None,
+        capability: Some(format!("{}.{}", card.capability / 10, card.capability % 10)),
         host_link: HOST_LINK,
         link: None,
         host_memory: ByteSize(0),

@@ -7,7 +7,7 @@ use std::path::Path;
 use plimsoll_model::tokenizer::Tokenizer;
 
 use crate::batches::add_targets;
-use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter, Skipped, check_share, count};
+use crate::chat::{SampleEncoder, SampleReport, SampleWindows, SampleWriter, Skipped};
 use crate::files::{Wanted, expand};
 use crate::order;
 use crate::token_file::{TokenFile, TokenWriter};
@@ -60,29 +60,10 @@ impl Dataset {
         let files = expand(&options.patterns, Wanted::Texts)?;
         let mut writer = TokenWriter::new(folder)?;
         let end = tokenizer.eos_token();
-        let (mut documents, mut records, mut left_out) = (0u64, 0u64, Vec::new());
-        for file in &files {
-            documents::for_each(file, &options.text_field, options.buffer_bytes, &mut |document| {
-                records += 1;
-                let text = match document {
-                    Ok(text) => text,
-                    Err((place, skip)) => {
-                        count(&mut left_out, place, skip);
-                        return Ok(());
-                    }
-                };
-                if documents > 0 {
-                    writer.append(&[end.ok_or(DataError::NoEndOfText)?])?;
-                }
-                documents += 1;
-                tokenizer.encode_document(text, &mut |piece| writer.append(piece))
-            })?;
-        }
-        check_share(&left_out, records, options.max_invalid_share)?;
-        if documents == 0 {
-            let path = files.first().map(|f| f.path.clone()).unwrap_or_default();
-            return Err(DataError::Empty { path });
-        }
+        let DatasetOptions { text_field, buffer_bytes, max_invalid_share, .. } = options;
+        let append = &mut |piece: &[u32]| writer.append(piece);
+        let left_out =
+            documents::tokens(&files, text_field, *buffer_bytes, *max_invalid_share, tokenizer, append)?;
         if options.append_eos {
             writer.append(&[end.ok_or(DataError::NoEndOfText)?])?;
         }

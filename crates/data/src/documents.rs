@@ -3,10 +3,11 @@
 use std::io::{BufRead, Read};
 use std::path::Path;
 
+use plimsoll_model::tokenizer::Tokenizer;
 use serde_json::Value;
 
 use crate::DataError;
-use crate::chat::{Skip, SkipReason};
+use crate::chat::{Skip, SkipReason, Skipped, check_share, count};
 use crate::files::{DataFile, FileKind, check_regular};
 use crate::records::{self, LARGEST_RECORD, RecordPlace};
 
@@ -38,6 +39,43 @@ pub fn for_each(
             Err(skip) => each(Err((&place, skip))),
         }
     })
+}
+
+/// Calls `append` with the tokens of every document of some files, and with the end-of-text token between them. The records that are no
+/// documents, of which more than a share of `max_invalid_share` is an error, and so is no document at all.
+pub fn tokens(
+    files: &[DataFile],
+    text_field: &str,
+    buffer_bytes: usize,
+    max_invalid_share: f64,
+    tokenizer: &Tokenizer,
+    append: &mut dyn FnMut(&[u32]) -> Result<(), DataError>,
+) -> Result<Vec<Skipped>, DataError> {
+    let end = tokenizer.eos_token();
+    let (mut documents, mut records, mut left_out) = (0u64, 0u64, Vec::new());
+    for file in files {
+        for_each(file, text_field, buffer_bytes, &mut |document| {
+            records += 1;
+            let text = match document {
+                Ok(text) => text,
+                Err((place, skip)) => {
+                    count(&mut left_out, place, skip);
+                    return Ok(());
+                }
+            };
+            if documents > 0 {
+                append(&[end.ok_or(DataError::NoEndOfText)?])?;
+            }
+            documents += 1;
+            tokenizer.encode_document(text, append)
+        })?;
+    }
+    check_share(&left_out, records, max_invalid_share)?;
+    if documents == 0 {
+        let path = files.first().map(|f| f.path.clone()).unwrap_or_default();
+        return Err(DataError::Empty { path });
+    }
+    Ok(left_out)
 }
 
 /// A text file, without a byte-order mark.

@@ -4,7 +4,6 @@ use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
-use crate::chat::{check_share, count};
 use crate::files::{Wanted, expand};
 use crate::{DataError, documents};
 
@@ -32,24 +31,13 @@ impl EvalWindows {
         tokenizer: &Tokenizer,
         length: usize,
     ) -> Result<EvalWindows, DataError> {
-        let (mut tokens, mut records, mut left_out) = (Vec::new(), 0, Vec::new());
-        let end = tokenizer.eos_token();
-        for file in expand(&[path.to_string_lossy().into_owned()], Wanted::Texts)? {
-            documents::for_each(&file, text_field, BUFFER_BYTES, &mut |document| {
-                records += 1;
-                match document {
-                    Ok(text) => {
-                        if !tokens.is_empty() {
-                            tokens.push(end.ok_or(DataError::NoEndOfText)?);
-                        }
-                        tokens.extend(tokenizer.encode_beginning(text)?);
-                    }
-                    Err((place, skip)) => count(&mut left_out, place, skip),
-                }
-                Ok(())
-            })?;
-        }
-        check_share(&left_out, records, max_invalid_share)?;
+        let files = expand(&[path.to_string_lossy().into_owned()], Wanted::Texts)?;
+        let mut tokens = Vec::new();
+        let append = &mut |piece: &[u32]| {
+            tokens.extend_from_slice(piece);
+            Ok(())
+        };
+        documents::tokens(&files, text_field, BUFFER_BYTES, max_invalid_share, tokenizer, append)?;
         let windows = EvalWindows::new(tokens, length);
         if windows.is_empty() {
             return Err(DataError::Empty { path: path.to_owned() });

@@ -46,8 +46,6 @@ pub struct Wiring {
     pub network: Option<Network>,
     /// The 16-bit type that the device is made to train in; `None` where it is about as good in f32.
     pub narrow: Option<DType>,
-    /// Whether products of f16 go at the speed of those in bf16; else they go at that of f32.
-    pub fast_f16: bool,
 }
 
 /// What is between machines.
@@ -61,14 +59,8 @@ pub struct Network {
 
 impl Wiring {
     /// A CPU's: processes of one machine reach about this.
-    pub const CPU: Wiring = Wiring {
-        device: DeviceTraits::CPU,
-        host_link: None,
-        rank_link: 2e9,
-        network: None,
-        narrow: None,
-        fast_f16: false,
-    };
+    pub const CPU: Wiring =
+        Wiring { device: DeviceTraits::CPU, host_link: None, rank_link: 2e9, network: None, narrow: None };
 }
 
 impl Default for Wiring {
@@ -224,9 +216,9 @@ impl Rates {
         ]
     }
 
-    /// Matrix products of f16, FLOP/s.
+    /// Matrix products of f16, FLOP/s: those of bf16 on a card, which multiplies both alike; a CPU widens them to f32.
     fn matmul_f16(&self) -> f64 {
-        if self.wiring.fast_f16 { self.matmul_bf16 } else { self.matmul_f32 }
+        if self.wiring.device.unified { self.matmul_f32 } else { self.matmul_bf16 }
     }
 
     /// Seconds that the arithmetic of matrix products takes, and that of attention.

@@ -120,16 +120,18 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         // What cannot be shown is no reason not to train.
         let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(prepared.total_steps(&plan))));
     }
-    if let Some(report) = finished(&prepared, &plan) {
-        let output = plan.config.output.dir();
-        match (leads, args.json) {
-            (false, _) => {}
-            (true, true) => outln!("{}", serde_json::to_string_pretty(&report)?)?,
-            (true, false) => outln!(
-                "the run in {} is finished: nothing is left to do; raise training.steps or training.epochs to go on",
-                output.display()
-            )?,
-        }
+    // The first rank decides: others may not see what it has written.
+    let report = if leads { finished(&prepared, &plan) } else { None };
+    let is_finished = ranks.sum(f64::from(u8::from(report.is_some()))).map_err(TrainError::from)? > 0.0;
+    match report {
+        Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
+        Some(_) => outln!(
+            "the run in {} is finished: nothing is left to do; raise training.steps or training.epochs to go on",
+            plan.config.output.dir().display()
+        )?,
+        None => {}
+    }
+    if is_finished {
         return Ok(());
     }
     if !plan.fits() {

@@ -144,7 +144,6 @@ impl DeviceModel {
                 rank_link,
                 network,
                 narrow: Some(if self.bf16 { DType::Bf16 } else { DType::F16 }),
-                fast_f16: true,
             },
             ..Rates::of_cpu(products, memory_bandwidth, EXPS_PER_FLOP * self.f32)
         }

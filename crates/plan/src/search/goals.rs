@@ -32,11 +32,7 @@ impl Finder<'_> {
             (_, Ok(value)) => config.data.sequence_length = Some(value),
             (_, Err(_)) => {}
         }
-        let fastest = fastest(&config, self.origin, self.machine, goal)?;
-        let plan = match is_slower(&fastest, &found.plan) {
-            true => TrainingPlan { search: fastest.search, ..found.plan },
-            false => fastest,
-        };
+        let plan = best(&config, self.origin, self.machine, goal, found.plan)?;
         Ok(Some(Found { plan, ..found }))
     }
 }
@@ -75,18 +71,11 @@ pub fn device_for_goal(
         fitting.truncate(1);
     }
     let mut found: Vec<(Target, TrainingPlan)> = Vec::new();
-    for (target, plan) in fitting {
+    for (target, _) in fitting {
         let machine = target.machine(of_token);
-        let fastest = fastest(&own, origin, &machine, goal)?;
-        let best = match is_slower(&fastest, &plan) {
-            // What is known to fit was planned in brief.
-            true => {
-                let known = TrainingPlan::for_model(&lightest, origin, &machine)?;
-                TrainingPlan { search: fastest.search, ..known }
-            }
-            false => fastest,
-        };
-        found.push((target, best));
+        // What is known to fit was planned in brief.
+        let known = TrainingPlan::for_model(&lightest, origin, &machine)?;
+        found.push((target, best(&own, origin, &machine, goal, known)?));
     }
     let price = |(target, plan): &(Target, TrainingPlan)| price(target, plan).unwrap_or(f64::INFINITY);
     Ok(found.into_iter().min_by(|a, b| match goal {
@@ -95,26 +84,26 @@ pub fn device_for_goal(
     }))
 }
 
-/// Whether a plan is of less use than one that is known.
-fn is_slower(plan: &TrainingPlan, known: &TrainingPlan) -> bool {
-    let faster = known.choice.time.tokens_per_second > plan.choice.time.tokens_per_second;
-    !plan.fits() || known.fits() && faster
-}
-
-/// The fastest step of a configuration, as the answer to a goal.
-fn fastest(
+/// The fastest step of a configuration; what is known to fit where a search finds nothing faster.
+fn best(
     config: &RawConfig,
     origin: &ModelOrigin,
     machine: &Machine,
     goal: Goal,
+    known: TrainingPlan,
 ) -> Result<TrainingPlan, FindError> {
     let mut config = config.clone();
     config.planning.goal = Some(Goal::Fastest);
     let mut plan = TrainingPlan::for_model(&config, origin, machine)?;
+    let slower = !plan.fits()
+        || known.fits() && known.choice.time.tokens_per_second > plan.choice.time.tokens_per_second;
     if let Some(search) = &mut plan.search {
         search.goal = goal;
     }
-    Ok(plan)
+    Ok(match slower {
+        true => TrainingPlan { search: plan.search, ..known },
+        false => plan,
+    })
 }
 
 /// The configuration with what takes least memory by what its class allows: types, storage, optimizer and updates. Places, batches and
