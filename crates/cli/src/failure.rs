@@ -10,7 +10,7 @@ use plimsoll_generate::{ConversationError, GenerateError, SamplerError};
 use plimsoll_hub::HubError;
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
-use plimsoll_model::{ModelError, SaveError};
+use plimsoll_model::{AdapterError, ModelError, SaveError};
 use plimsoll_plan::config::ConfigError;
 use plimsoll_plan::{CatalogueError, ExportError, GenerationPlanError, OriginError, TimelineError};
 use plimsoll_stacks::AnswerError;
@@ -157,7 +157,16 @@ impl From<StepError> for Failure {
             StepError::Device(error) => error.into(),
             error @ (StepError::CacheType { .. }
             | StepError::NoExperts { .. }
-            | StepError::TooFewPositions { .. }) => Failure::usage(error.to_string()),
+            | StepError::NoRouterBias
+            | StepError::TooFewPositions { .. }
+            | StepError::UnevenProducts { .. }
+            | StepError::UnevenExperts { .. }
+            | StepError::TooManyStages { .. }
+            | StepError::TooManyRounds { .. }
+            | StepError::UnevenGroups { .. }) => Failure::usage(error.to_string()),
+            StepError::Adapter(adapters) if matches!(*adapters, AdapterError::Layout(_)) => {
+                Failure::usage(StepError::Adapter(adapters).to_string())
+            }
             other => Failure::other(other.to_string()),
         }
     }
@@ -198,11 +207,15 @@ impl From<TrainError> for Failure {
         match error {
             TrainError::Step(error) => error.into(),
             TrainError::Device(error) => error.into(),
+            TrainError::Config(error) => error.into(),
+            TrainError::Origin(error) => error.into(),
             TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
                 Failure::does_not_fit(format!("memory.disk_path: {error}"))
             }
             error @ (TrainError::OutputInUse { .. }
             | TrainError::FolderTaken { .. }
+            | TrainError::OtherOptimizer { .. }
+            | TrainError::Adapter(AdapterError::Layout(_))
             | TrainError::NotTheSameRun { .. }) => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }

@@ -69,11 +69,12 @@ impl<'a> Guessing<'a> {
         ranks: &dyn Communicator,
         quiet: bool,
     ) -> Result<Guessing<'a>, Failure> {
+        speculation.check()?;
         if !speculation.is_wanted() {
             return Ok(Guessing::Nobody);
         }
         check_ranks(speculation, Some(ranks.size()))?;
-        model.verify(speculation.draft_tokens);
+        model.verify(speculation.draft_tokens());
         let Some(args) = &draft.0 else { return Ok(Guessing::Lookup) };
         let draft = Inference::open(args, "guess with", quiet)?;
         same_vocabulary(&args.weights.model, &draft.tokenizer, &model.tokenizer)?;

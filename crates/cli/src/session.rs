@@ -108,6 +108,9 @@ fn read_config(
     }
 }
 
+/// More threads than any machine has cores for one process.
+const MOST_THREADS: usize = 1024;
+
 /// The threads and kernels of this machine, and what it can do.
 pub struct Engine {
     pub hardware: Hardware,
@@ -130,9 +133,14 @@ impl Engine {
     pub fn start_measuring(threads: Option<usize>, again: bool) -> Result<Engine, Failure> {
         let hardware = Hardware::detect();
         let isa = Isa::detect();
-        let threads = threads.unwrap_or(hardware.cpu.threads);
+        let threads = threads.unwrap_or(hardware.cpu.threads.min(MOST_THREADS));
         if threads == 0 {
             return Err(Failure::usage("--threads must be at least 1"));
+        }
+        if threads > MOST_THREADS {
+            return Err(Failure::usage(format!(
+                "--threads is {threads}; at most {MOST_THREADS} can be used"
+            )));
         }
         let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
         Ok(Engine { hardware, pool: Arc::new(pool), isa, card: None, again, speeds: OnceCell::new() })

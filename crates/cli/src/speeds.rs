@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use plimsoll_device::cpu::{Calibration, Isa, MachineRates, Pool};
+use plimsoll_device::cpu::{Calibration, Effort, Isa, Pool};
 use plimsoll_disk::EngineSettings;
 use plimsoll_plan::hardware::{Cpu, disk_space};
 use plimsoll_plan::{DiskName, DiskRates, MachineName, Measured, Rates, RatesFile, Target, TrainingPlan};
@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use crate::session::Engine;
 use crate::units;
 
-/// Transcendental evaluations take about this many products' worth of time.
-const FLOPS_PER_EXP: f64 = 100.0;
+/// A CPU of which nothing is known.
+const UNKNOWN: Rates = Rates::of_cpu([1e11, 1e11], 1e10, 1e9);
 
 /// Bytes that are written and read to find out how fast a disk is: some hundredths of a second.
 const DISK_SAMPLE: u64 = 32 << 20;
@@ -44,12 +44,12 @@ impl Speeds {
         let file = RatesFile::from_variables(&|key| std::env::var_os(key));
         let name = MachineName::of(cpu, pool.threads(), isa.to_string());
         let known = file.as_ref().filter(|_| !again).and_then(|file| file.machine(&name));
-        let thorough = again && room >= Calibration::ROOM;
-        let calibration = thorough.then(|| Calibration::measure(pool, isa).ok()).flatten();
-        let found = || calibration.as_ref().map_or_else(|| measure(pool, isa, room), rates);
+        let thorough = again && room >= Effort::Thorough.room();
+        let calibration = thorough.then(|| Calibration::measure(pool, isa, Effort::Thorough).ok()).flatten();
+        let found = || calibration.as_ref().map_or_else(|| at_a_glance(pool, isa, room), rates);
         let measured = known.unwrap_or_else(|| Measured::now(found()));
         let mut speeds = Speeds { file, cpu: cpu.clone(), machine: measured, calibration, not_kept: None };
-        if known.is_none() && room < MachineRates::ROOM {
+        if known.is_none() && room < Effort::ENOUGH_ROOM {
             speeds.not_kept = Some("there was little memory to measure in".to_owned());
         } else if known.is_none() {
             speeds.keep(|file| file.keep_machine(name, measured));
@@ -119,21 +119,24 @@ impl Speeds {
     }
 }
 
-fn measure(pool: &Pool, isa: Isa, room: u64) -> Rates {
-    let MachineRates { matmul_f32, matmul_bf16, memory_bandwidth } = MachineRates::measure(pool, isa, room);
-    Rates::of_cpu([matmul_f32, matmul_bf16], memory_bandwidth, matmul_f32 / FLOPS_PER_EXP)
+/// What is found in a moment; a machine like any other where there is no memory to measure in.
+fn at_a_glance(pool: &Arc<Pool>, isa: Isa, room: u64) -> Rates {
+    Calibration::measure(pool, isa, Effort::Glance { room })
+        .map_or(UNKNOWN, |calibration| rates(&calibration))
 }
 
 fn rates(calibration: &Calibration) -> Rates {
     let Calibration { matmul_f32, matmul_bf16, memory_bandwidth, exps, .. } = *calibration;
+    let usual = Rates::of_cpu([matmul_f32, matmul_bf16], memory_bandwidth, exps);
     Rates {
         matmul_fp8: calibration.matmul_fp8,
         thin_f32: calibration.thin_f32,
         thin_bf16: calibration.thin_bf16,
         attention_f32: calibration.attention_f32,
         attention_bf16: calibration.attention_bf16,
-        seconds_per_operation: calibration.seconds_per_operation,
-        ..Rates::of_cpu([matmul_f32, matmul_bf16], memory_bandwidth, exps)
+        conversions: calibration.conversions,
+        seconds_per_operation: calibration.seconds_per_operation.unwrap_or(usual.seconds_per_operation),
+        ..usual
     }
 }
 

@@ -349,11 +349,50 @@ fn another_optimizer_than_the_checkpoints_is_refused() {
     ok(folder.path(), &["train", "c.yaml", "--set", "training.steps=2"]);
     let resume =
         |optimizer: &str| plimsoll(folder.path(), &["train", "c.yaml", "--resume", "--set", optimizer]);
-    let refused = text(&resume("training.optimizer=lion").stderr);
+    let output = resume("training.optimizer=lion");
+    let refused = text(&output.stderr);
     let words =
         "it holds the states of training.optimizer adamw, the configuration says lion; set it to adamw";
-    assert!(refused.contains(words), "{refused}");
+    assert!(refused.contains(words) && output.status.code() == Some(2), "{refused}");
     assert!(resume("training.optimizer=adamw").status.success());
+}
+
+/// Each is about what was asked for, and nothing is wrong with the machine or a file.
+#[test]
+fn what_cannot_be_asked_for_ends_with_2() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml", "--set", "training.steps=1", "--set", "output.dir=base"]);
+    let trained =
+        ["--set", "model.path=base", "--set", "model.from_scratch=null", "--set", "training.method=lora"];
+    for (more, words) in [
+        (
+            &[&trained[..], &["--set", "training.lora.target_modules=[nope]"]].concat()[..],
+            "matches no tensor",
+        ),
+        (&["--ranks", "64", "--set", "parallel.pipeline_parallel=64"], "more than the model has layers"),
+        (&["--ranks", "5", "--set", "parallel.tensor_parallel=5"], "not divisible by 5 ranks"),
+        (
+            &[
+                "--ranks",
+                "2",
+                "--set",
+                "parallel.zero_stage=1",
+                "--set",
+                "parallel.sharding_strategy=full_shard",
+            ],
+            "full_shard is stage 3",
+        ),
+        (&["--set", "training.router_bias_update_speed=0.001"], "is about experts, and the model has none"),
+    ] {
+        let output = plimsoll(folder.path(), &[&["plan", "c.yaml"], more].concat());
+        let said = text(&output.stderr);
+        assert!(said.contains(words) && output.status.code() == Some(2), "{more:?}: {said}");
+    }
+    let threads = plimsoll(folder.path(), &["train", "c.yaml", "--threads", "100000"]);
+    assert!(text(&threads.stderr).contains("at most 1024 can be used") && threads.status.code() == Some(2));
+    // A stage that is named twice.
+    let twice = ["--set", "parallel.zero_stage=3", "--set", "parallel.sharding_strategy=full_shard"];
+    ok(folder.path(), &[&["plan", "c.yaml", "--ranks", "2"], &twice[..]].concat());
 }
 
 #[test]

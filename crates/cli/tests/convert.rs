@@ -308,3 +308,70 @@ output: {dir: lora, save_steps: 0}
     let both = ["merged4", "back4"].map(|model| loss(folder, model, &[]));
     assert!((both[0] - both[1]).abs() < 1e-2, "{both:?}");
 }
+
+#[test]
+fn the_size_of_files_is_one_that_a_folder_can_have() {
+    let folder = folder();
+    for (output, size, words) in [
+        ("a", "0", "--max-shard-size is 0 B; give at least 1.00 MiB"),
+        ("a.gguf", "50MB", "--max-shard-size is about a folder's files, and a GGUF is one file"),
+    ] {
+        let output = plimsoll(
+            folder.path(),
+            &["convert", "--model", "out", "--output", output, "--max-shard-size", size],
+        );
+        assert!(text(&output.stderr).contains(words), "{}", text(&output.stderr));
+        assert_eq!(output.status.code(), Some(2));
+    }
+}
+
+/// A GGUF keeps the name that its tokens are read by, whatever its file is called.
+#[test]
+fn a_gguf_that_is_copied_keeps_its_name() {
+    let folder = folder();
+    let name = |file: &str| {
+        let bytes = std::fs::read(folder.path().join(file)).unwrap();
+        let key = bytes.windows(12).position(|bytes| bytes == b"general.name").unwrap();
+        // The key is followed by a type and the length of the text.
+        let length = u64::from_le_bytes(bytes[key + 16..key + 24].try_into().unwrap()) as usize;
+        text(&bytes[key + 24..key + 24 + length])
+    };
+    convert(folder.path(), "out", "first.gguf", "f32");
+    convert(folder.path(), "first.gguf", "second.gguf", "f32");
+    assert_eq!([name("first.gguf"), name("second.gguf")], ["out", "out"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn links_lead_to_what_is_written_and_devices_are_refused() {
+    let folder = folder();
+    let folder = folder.path();
+    std::os::unix::fs::symlink("real.gguf", folder.join("link.gguf")).unwrap();
+    convert(folder, "out", "link.gguf", "f32");
+    assert!(std::fs::symlink_metadata(folder.join("link.gguf")).unwrap().is_symlink());
+    assert!(folder.join("real.gguf").is_file());
+    let refused = plimsoll(
+        folder,
+        &["convert", "--model", "out", "--output", "/dev/null", "--force", "--dtype", "f32"],
+    );
+    let said = text(&refused.stderr);
+    assert!(said.contains("/dev/null is no file, and none can be put there"), "{said}");
+}
+
+#[test]
+fn an_adapter_whose_rank_is_another_than_its_tensors_is_refused() {
+    let folder = folder();
+    let folder = folder.path();
+    let lora =
+        ["--set", "model.path=out", "--set", "model.from_scratch=null", "--set", "training.method=lora"];
+    ok(folder, &[&["train", "c.yaml", "--set", "output.dir=lora"], &lora[..]].concat());
+    let path = folder.join("lora/adapter_config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let rank = config["r"].as_u64().unwrap();
+    config["r"] = json!(2 * rank);
+    std::fs::write(&path, config.to_string()).unwrap();
+    let merge = ["merge", "--model", "out", "--adapter", "lora", "--output", "merged"];
+    let said = text(&plimsoll(folder, &merge).stderr);
+    let words = format!("A has rank {rank}, and the configuration says r is {} for it", 2 * rank);
+    assert!(said.contains(&words), "{said}");
+}

@@ -85,7 +85,12 @@ impl<'a> Description<'a> {
 
     /// What reading and writing all of its tensors once costs.
     pub fn once(&self) -> Cost {
-        Cost { bytes: self.tensors().map(Tensor::bytes).sum(), ..Cost::default() }
+        let narrow = |tensor: &&Tensor| matches!(tensor.dtype(), DType::Bf16 | DType::F16);
+        Cost {
+            bytes: self.tensors().map(Tensor::bytes).sum(),
+            conversions: self.tensors().filter(narrow).map(Tensor::elements).sum(),
+            ..Cost::default()
+        }
     }
 
     pub fn tensors(&self) -> impl Iterator<Item = &'a Tensor> {

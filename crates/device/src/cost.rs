@@ -13,6 +13,8 @@ pub struct Cost {
     pub bytes: u64,
     /// Transcendental evaluations (exp and the like).
     pub exps: u64,
+    /// 16-bit floats that are read or written one by one: a CPU computes in f32.
+    pub conversions: u64,
 }
 
 /// Floating-point operations of a matrix product, and what their speed depends on.
@@ -95,6 +97,8 @@ pub struct Tally {
     pub matmul_bytes: u64,
     /// Transcendental evaluations.
     pub exps: u64,
+    /// 16-bit floats read or written by operations that are neither matrix products nor attention.
+    pub conversions: u64,
 }
 
 impl Tally {
@@ -121,6 +125,10 @@ impl Tally {
         let bytes = if cost.matmul.is_some() { &mut self.matmul_bytes } else { &mut self.bytes };
         add(bytes, cost.bytes);
         add(&mut self.exps, cost.exps);
+        // The speeds of products and attention have their conversions in them.
+        if cost.matmul.is_none() && cost.attention.is_none() {
+            add(&mut self.conversions, cost.conversions);
+        }
     }
 
     /// Both together.
@@ -152,6 +160,7 @@ impl Tally {
             bytes: with(self.bytes, other.bytes),
             matmul_bytes: with(self.matmul_bytes, other.matmul_bytes),
             exps: with(self.exps, other.exps),
+            conversions: with(self.conversions, other.conversions),
         }
     }
 

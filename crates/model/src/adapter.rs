@@ -319,7 +319,14 @@ fn low_rank_of(
         return Err("use_dora is true, but it has no magnitude vector".to_owned());
     }
     let module = weight.strip_suffix(".weight").unwrap_or(weight);
+    let stated = config.rank_of(module).map_err(|error| error.to_string())?;
+    if stated != rank {
+        return Err(format!("A has rank {rank}, and the configuration says r is {stated} for it"));
+    }
     let scale = config.scale(module, rank).map_err(|error| error.to_string())?;
+    if !scale.is_finite() {
+        return Err(format!("its factor, of lora_alpha and r, is {scale}"));
+    }
     Ok(LowRank { a, b, scale, magnitudes, embedding })
 }
 

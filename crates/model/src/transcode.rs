@@ -142,6 +142,13 @@ impl<'a> Transcoder<'a> {
     ) -> Result<u64, SaveError> {
         let wanted = types.into();
         let Description { mut entries, factors } = describe(self.spec)?;
+        // Some tokens of a GGUF are read by the model's name, which a file's own may differ from.
+        let name = tokenizer.and_then(|tokenizer| tokenizer.model_name.as_ref());
+        if let (Some(name), Some((_, value))) =
+            (name, entries.iter_mut().find(|(key, _)| key == "general.name"))
+        {
+            *value = GgufValue::String(name.clone());
+        }
         entries.push(("general.quantization_version".to_owned(), GgufValue::U32(2)));
         entries.extend(tokenizer.into_iter().flat_map(describe_tokenizer));
         let stored: Vec<StoredTensor> =

@@ -40,6 +40,15 @@ pub struct DryRun {
     pub updates: Times,
 }
 
+/// What the evaluation of a batch takes between steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EvaluationPhase {
+    /// Bytes of the arena: what lives all the time, and the pass.
+    pub peak_bytes: u64,
+    /// Seconds.
+    pub seconds: f64,
+}
+
 /// What weights, states and buffers of a step take before its first pass, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AtRest {
@@ -161,20 +170,22 @@ impl DryRun {
         Ok(DryRun::training_on(&dry, spec, settings, accumulation, &ranks)?.run)
     }
 
-    /// Bytes of the arena while a batch is evaluated between steps: what lives all the time, and the pass.
+    /// What the evaluation of a batch between steps takes.
     pub fn evaluation_phase(
-        device: DeviceTraits,
         spec: &ModelSpec,
         settings: &StepSettings,
-    ) -> Result<u64, StepError> {
+        rates: &Rates,
+    ) -> Result<EvaluationPhase, StepError> {
         let (spec, settings) = &settings.of_stage(spec);
-        let dry = Dry::new().standing_for(device);
+        let dry = Dry::new().standing_for(rates.wiring.device).timed(Clock::new(*rates));
         let tiers = Arc::new(LowerTiers::dry_beside(dry.arena()));
-        let ranks = on_one_machine(settings);
+        let ranks = ranks_of(settings, rates.wiring.network);
         let mut trainer = Trainer::new(&dry, tiers, spec.clone(), settings.clone(), &ranks)?;
         trainer.load(nothing)?;
-        trainer.evaluate(settings.evaluated(), &batch_without_contents(settings))?;
-        Ok(dry.arena().high_water())
+        let elapsed = || dry.clock().map_or(0.0, |clock| clock.times().elapsed);
+        let (batch, begun) = (batch_without_contents(settings), elapsed());
+        trainer.evaluate(settings.evaluated(), &batch)?;
+        Ok(EvaluationPhase { peak_bytes: dry.arena().high_water(), seconds: elapsed() - begun })
     }
 
     /// What a step takes before its first pass.

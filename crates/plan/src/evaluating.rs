@@ -31,8 +31,8 @@ pub(crate) fn evaluating(
     while times > 1 {
         let evaluation_batch_size = Some(settings.batch_size.saturating_mul(times));
         let larger = StepSettings { evaluation_batch_size, ..settings.clone() };
-        let phase = DryRun::evaluation_phase(rates.wiring.device, spec, &larger)?;
-        if phase <= choice.peak_bytes() {
+        let phase = DryRun::evaluation_phase(spec, &larger, rates)?;
+        if phase.peak_bytes <= choice.peak_bytes() {
             let other = Choice::new(spec, larger, choice.accumulation, rates)?;
             if other.peak_bytes() <= choice.peak_bytes() && limits.allow(&other) {
                 return Ok(other);

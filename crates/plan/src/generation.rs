@@ -150,8 +150,9 @@ impl fmt::Display for DoesNotFit {
                 if *streamed { "those weights that are in memory at a time" } else { "the weights alone" };
             return write!(
                 f,
-                "no context fits, for {what} take {}: a model of a smaller type or size is needed",
-                ByteSize(*weights)
+                "no context fits, for {what} take {}: a load line that is {} higher is needed, or a model of a smaller type or size",
+                ByteSize(*weights),
+                ByteSize(needed.saturating_sub(*room))
             );
         }
         f.write_str("what fits: ")?;

@@ -56,7 +56,7 @@ pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, 
 pub use colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 pub use cost::RunCost;
 pub use divide::Division;
-pub use dry_run::{DryRun, EvaluationPass};
+pub use dry_run::{DryRun, EvaluationPass, EvaluationPhase};
 pub use expert_slots::ExpertReads;
 pub use explain::{ChosenBy, Explanation, Neighbour, Outcome, Planned};
 pub use export::{ExportError, ExportFormat, Exported};
@@ -75,7 +75,7 @@ pub use optimizer::optimizer_settings;
 pub use origin::{ModelOrigin, OriginError};
 pub use ranks::RankGroup;
 pub use resolve::{Choice, lighter_choices, loss_chunk_tokens};
-pub use run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes};
+pub use run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, ValidationNeeds};
 pub use scratch::ScratchTokenizer;
 pub use search::{FrontPoint, SearchReport, device_for_goal};
 pub use shortage::{Resource, Shortage};

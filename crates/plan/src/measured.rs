@@ -14,7 +14,7 @@ use crate::hardware::Cpu;
 use crate::time::{DiskRates, Rates};
 
 /// The file's layout.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// Bytes of a file that are read: far more than all entries take.
 const MOST_BYTES: u64 = 1 << 20;
@@ -273,7 +273,7 @@ mod tests {
             good.replace("100000000000.0", "1e300"),
             good.replace("100000000000.0", "null"),
             good.replace(&at, "18446744073709551615"),
-            good.replace("\"format\": 2", "\"format\": 3"),
+            good.replace(&format!("\"format\": {FORMAT}"), "\"format\": 2"),
         ] {
             assert_ne!(bad, good);
             std::fs::write(file.path(), &bad).unwrap();

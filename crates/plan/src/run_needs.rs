@@ -63,6 +63,15 @@ pub struct RunNeeds {
     pub most_bytes: u64,
 }
 
+/// What the validation of a run takes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ValidationNeeds {
+    /// How often the run is validated.
+    pub times: u64,
+    /// Seconds, in all.
+    pub seconds: f64,
+}
+
 /// What a run writes to a disk, at the moment when it is most.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskNeeds {

@@ -24,6 +24,10 @@ pub struct Rates {
     pub memory_bandwidth: f64,
     /// exp and the like, evaluations/s.
     pub exps: f64,
+    /// 16-bit floats that operations other than products and attention read and write, elements/s: a CPU computes in f32. The largest
+    /// rate where that takes no time of its own.
+    #[serde(default = "free")]
+    pub conversions: f64,
     /// Starting an operation takes about this long, whatever its size.
     pub seconds_per_operation: f64,
     /// The disk for offloaded tensors, bytes read and written in a second.
@@ -87,9 +91,17 @@ impl DiskRates {
     }
 }
 
-/// From one in a second to more than any machine does.
+/// More than any machine does.
+const LARGEST_RATE: f64 = 1e18;
+
+/// The rate of what takes no time.
+fn free() -> f64 {
+    LARGEST_RATE
+}
+
+/// From one in a second to the largest.
 pub(crate) fn is_rate(rate: f64) -> bool {
-    (1.0..=1e18).contains(&rate)
+    (1.0..=LARGEST_RATE).contains(&rate)
 }
 
 /// Share of the product rate that attention reaches on its smaller tiles, where it was not measured.
@@ -180,6 +192,7 @@ impl Rates {
             attention_bf16: matmul_bf16 * ATTENTION_EFFICIENCY,
             memory_bandwidth,
             exps,
+            conversions: LARGEST_RATE,
             seconds_per_operation: SECONDS_PER_OPERATION,
             disk: DiskRates::USUAL,
             wiring: Wiring::CPU,
@@ -202,7 +215,7 @@ impl Rates {
     }
 
     /// All that are not those of a disk.
-    pub(crate) fn of_arithmetic(&self) -> [(&'static str, f64); 9] {
+    pub(crate) fn of_arithmetic(&self) -> [(&'static str, f64); 10] {
         [
             ("matmul_f32", self.matmul_f32),
             ("matmul_bf16", self.matmul_bf16),
@@ -213,6 +226,7 @@ impl Rates {
             ("attention_bf16", self.attention_bf16),
             ("memory_bandwidth", self.memory_bandwidth),
             ("exps", self.exps),
+            ("conversions", self.conversions),
         ]
     }
 
@@ -270,7 +284,9 @@ impl Pace for Rates {
         let [matmul, attention] = self.arithmetic(tally);
         // Products overlap their own traffic unless they are all traffic, as in decoding.
         let matmul = matmul.max(at_rate(tally.matmul_bytes, self.memory_bandwidth));
-        let rest = at_rate(tally.bytes, self.memory_bandwidth) + at_rate(tally.exps, self.exps);
+        let rest = at_rate(tally.bytes, self.memory_bandwidth)
+            + at_rate(tally.exps, self.exps)
+            + at_rate(tally.conversions, self.conversions);
         matmul + attention + rest + tally.operations as f64 * self.seconds_per_operation
     }
 

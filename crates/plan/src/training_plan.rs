@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::advice::{self, Alternative, Refusal};
 use crate::config::RawConfig;
 use crate::divide::{Divided, Division, divide};
-use crate::dry_run::DryRun;
+use crate::dry_run::{DryRun, EvaluationPhase};
 use crate::evaluating::evaluating;
 use crate::expert_slots::ExpertReads;
 use crate::limits::{Limits, PipelineBytes, load_line};
@@ -20,7 +20,7 @@ use crate::load_line::{LoadLine, ProcessLimits};
 use crate::origin::ModelOrigin;
 use crate::ranks::{RankGroup, rank_groups};
 use crate::resolve::{Choice, check_model, choose, resolved_config};
-use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, Written, steps_in};
+use crate::run_needs::{DiskNeeds, Past, RunNeeds, SavedBytes, ValidationNeeds, Written, steps_in};
 use crate::runs::DryRuns;
 use crate::search::{Found, SearchReport, searched};
 use crate::shortage::{Resource, Shortage};
@@ -219,11 +219,12 @@ impl TrainingPlan {
         self.limits.pipeline(&self.choice)
     }
 
-    /// Bytes of the arena in a step, and in the evaluation between steps, where there is one. The plan's peak is the larger.
+    /// Bytes of the arena in a step, and what the evaluation of a batch takes between steps, where there is one. The plan's peak is the
+    /// larger.
     ///
     /// # Errors
     /// The step cannot be run.
-    pub fn phases(&self) -> Result<(u64, Option<u64>), StepError> {
+    pub fn phases(&self) -> Result<(u64, Option<EvaluationPhase>), StepError> {
         if !self.limits.evaluates {
             return Ok((self.peak_bytes(), None));
         }
@@ -231,8 +232,31 @@ impl TrainingPlan {
         let rates = &self.machine.rates;
         let alone = StepSettings { evaluation_batch_size: Some(1), ..settings.clone() };
         let step = DryRun::timed_training(&self.spec, &alone, *accumulation, rates)?.peak_bytes();
-        let evaluation = DryRun::evaluation_phase(rates.wiring.device, &self.spec, settings)?;
-        Ok((step, Some(evaluation)))
+        Ok((step, Some(DryRun::evaluation_phase(&self.spec, settings, rates)?)))
+    }
+
+    /// Whether the run is validated.
+    pub fn validates(&self) -> bool {
+        self.limits.evaluates
+    }
+
+    /// How often a run of `steps` steps is validated, on `sequences` sequences, and how long that takes.
+    ///
+    /// # Errors
+    /// The evaluation cannot be run.
+    pub fn validation(&self, steps: u64, sequences: u64) -> Result<ValidationNeeds, StepError> {
+        let settings = &self.choice.settings;
+        let phase = DryRun::evaluation_phase(&self.spec, settings, &self.machine.rates)?;
+        let mesh = settings.ranks.mesh;
+        // Ranks take batches in turn, but for those that share sequences or have different experts. The last batch may be a part of one.
+        let at_once = u64::from(mesh.data / mesh.expert.max(1)).max(1);
+        let rounds = sequences.div_ceil(at_once) as f64 / settings.evaluated().max(1) as f64;
+        let times = match self.config.output.eval_steps() {
+            0 => 1,
+            // And at the end.
+            every => steps.div_ceil(every),
+        };
+        Ok(ValidationNeeds { times, seconds: times as f64 * rounds * phase.seconds })
     }
 
     /// Bytes of host memory: the tier below the device, and the data pipeline.
@@ -491,7 +515,8 @@ impl TrainingPlan {
         if let (Value::Object(map), Ok((step, Some(evaluation)))) = (&mut document, self.phases()) {
             let phases = json!({
                 "step_peak_bytes": step,
-                "evaluation_peak_bytes": evaluation,
+                "evaluation_peak_bytes": evaluation.peak_bytes,
+                "evaluation_seconds": evaluation.seconds,
                 "evaluation_batch_size": self.choice.settings.evaluated(),
             });
             map.insert("phases".to_owned(), phases);

@@ -88,13 +88,13 @@ fn what_does_not_fit_says_what_would() {
     assert_eq!(
         nothing.to_string(),
         begin("int8")
-            + "no context fits, for the weights alone take 1.00 MiB: a model of a smaller type or size is needed"
+            + "no context fits, for the weights alone take 1.00 MiB: a load line that is 1.00 MiB higher is needed, or a model of a smaller type or size"
     );
     let streamed = DoesNotFit { streamed: true, ..nothing };
     assert_eq!(
         streamed.to_string(),
         begin("int8")
-            + "no context fits, for those weights that are in memory at a time take 1.00 MiB: a model of a smaller type or size is needed"
+            + "no context fits, for those weights that are in memory at a time take 1.00 MiB: a load line that is 1.00 MiB higher is needed, or a model of a smaller type or size"
     );
 }
 

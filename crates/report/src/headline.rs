@@ -95,12 +95,11 @@ pub fn facts(plan: Option<&TrainingPlan>, run: Option<&Progress>) -> Vec<Fact> {
         };
         fact("A step", seconds(time.step_seconds), waiting);
         fact("Speed", count(time.tokens_per_second.round() as u64), "tokens/s, planned".to_owned());
-        let all = plan.parameters();
         let trained = match plan.trainable_parameters() {
-            trained if trained == all => "all trained".to_owned(),
+            trained if trained == plan.parameters() => "all trained".to_owned(),
             trained => format!("{} trained", parameters(trained)),
         };
-        fact("Parameters", parameters(all), trained);
+        fact("Parameters", parameters(plan.spec.parameter_count()), trained);
         let needs = plan.run_needs(run.and_then(|run| run.of_steps));
         if let (Some(steps), Some(time)) = (needs.steps, needs.seconds) {
             fact("The whole run", seconds(time), format!("{} steps", count(steps)));

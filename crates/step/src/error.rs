@@ -65,6 +65,11 @@ pub enum StepError {
         /// The key of the configuration.
         key: &'static str,
     },
+    /// The speed of a bias that no router of the model has.
+    #[error(
+        "training.router_bias_update_speed is about routers that have a bias for the choice of experts, and this model's have none; leave it out"
+    )]
+    NoRouterBias,
     /// A sequence is longer than the positions that a model has learned.
     #[error(
         "data.sequence_length is {tokens}, and the model has learned {positions} positions and none beyond; set it to {positions} or less"

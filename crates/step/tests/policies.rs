@@ -114,7 +114,7 @@ fn the_plan_knows_every_policy() {
             let attentions = attentions.iter().flat_map(about_attention).chain(packed);
             for settings in lossless(&base).into_iter().chain(lossy(&base)).chain(attentions) {
                 let planned = planned_peak(&spec, &settings, 2);
-                let device = device(&spec, &settings, 2);
+                let device = device(&spec, &settings, 1);
                 let mut trainer = trainer(&device, &spec, &settings);
                 for step in 0..2 {
                     one_step(&mut trainer, &settings, step);
@@ -136,12 +136,12 @@ fn moving_and_recomputing_change_no_bit() {
             let plain_unclipped = train(&spec, &unclipped, 2, 3);
             for settings in lossless(&base) {
                 let want = if settings.clipping == base.clipping { &plain } else { &plain_unclipped };
-                assert!(train(&spec, &settings, 2, 3) == *want, "{settings:?}");
+                assert!(train(&spec, &settings, 1, 3) == *want, "{settings:?}");
             }
             for base in attentions(&base) {
                 let plain = train(&spec, &base, 3, 2);
                 for settings in about_attention(&base) {
-                    assert!(train(&spec, &settings, 2, 2) == plain, "{settings:?}");
+                    assert!(train(&spec, &settings, 1, 2) == plain, "{settings:?}");
                 }
             }
         }
@@ -153,9 +153,9 @@ fn lossy_policies_stay_near() {
     for spec in families() {
         for precision in precisions() {
             let base = StepSettings { precision, ..settings(2, 9) };
-            let (plain, _) = train(&spec, &base, 2, 12);
+            let (plain, _) = train(&spec, &base, 1, 12);
             for settings in lossy(&base) {
-                let (losses, _) = train(&spec, &settings, 2, 12);
+                let (losses, _) = train(&spec, &settings, 1, 12);
                 // The paths of so small a model part soon; on average they stay together.
                 let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
                 for (losses, plain) in [(&losses[..2], &plain[..2]), (&losses, &plain)] {

@@ -129,6 +129,19 @@ pub enum TrainError {
         /// Whose it is, in words.
         owner: String,
     },
+    /// A checkpoint of another optimizer.
+    #[error(
+        "{}: it holds the states of training.optimizer {saved}, the configuration says {optimizer}; set it to {saved}, or start a new run from the checkpoint as the model",
+        .path.display()
+    )]
+    OtherOptimizer {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Whose states it holds.
+        saved: String,
+        /// What the configuration says.
+        optimizer: String,
+    },
     /// What a resumed run has begun with was changed, and it is nothing that can change on the way.
     #[error("--resume: {}", refused(.changes, .config))]
     NotTheSameRun {

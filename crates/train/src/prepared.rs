@@ -212,6 +212,11 @@ impl Prepared {
         }
     }
 
+    /// Sequences that the run is validated on; `None` where it is not.
+    pub fn validation_sequences(&self) -> Option<u64> {
+        self.validation.as_ref().map(Dataset::windows)
+    }
+
     /// Records without a text that were left out of the texts that are trained on, and of those that are validated on.
     pub fn left_out_records(&self) -> impl Iterator<Item = (&'static str, &Skipped)> {
         let validation = self.validation.as_ref().map(|dataset| ("data.validation", dataset));

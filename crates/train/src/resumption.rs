@@ -69,8 +69,8 @@ impl Resumption {
     /// and the configuration leaves to the planner is set to what the planner chose then.
     ///
     /// # Errors
-    /// [`TrainError::NotTheSameRun`] with every change that cannot be made on the way; [`TrainError::Checkpoint`] where the
-    /// optimizer is another one.
+    /// [`TrainError::NotTheSameRun`] with every change that cannot be made on the way; [`TrainError::OtherOptimizer`]
+    /// where the optimizer is another one.
     pub(crate) fn of(
         config: &mut RawConfig,
         saved: &Path,
@@ -79,11 +79,11 @@ impl Resumption {
     ) -> Result<Resumption, TrainError> {
         let optimizer = config.training.optimizer().name();
         if state.optimizer != optimizer {
-            let reason = format!(
-                "it holds the states of training.optimizer {}, the configuration says {optimizer}; set it to {0}, or start a new run from the checkpoint as the model",
-                state.optimizer
-            );
-            return Err(TrainError::Checkpoint { path: checkpoint.path.clone(), reason });
+            return Err(TrainError::OtherOptimizer {
+                path: checkpoint.path.clone(),
+                saved: state.optimizer.clone(),
+                optimizer: optimizer.to_owned(),
+            });
         }
         let step = state.step;
         let Ok(earlier) = RawConfig::from_file(saved) else {

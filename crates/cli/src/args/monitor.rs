@@ -34,7 +34,7 @@ pub struct MonitorArgs {
     #[arg(long, value_name = "TIME", value_parser = interval)]
     pub duration: Option<Duration>,
     /// Memory that may be used, for example 24GiB; by default what the container, the machine or the GPU allows, whichever is nearest
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = limit)]
     pub limit: Option<ByteSize>,
     /// Thresholds: aggressive, balanced or conservative
     #[arg(long, value_name = "NAME", default_value = "balanced", value_parser = profile)]
@@ -73,6 +73,16 @@ pub struct MonitorArgs {
     /// Print a line of JSON for each sample, a last one for leaks, and nothing else
     #[arg(long)]
     pub json: bool,
+}
+
+fn limit(text: &str) -> Result<ByteSize, String> {
+    match text.parse::<ByteSize>() {
+        Ok(ByteSize(0)) => {
+            Err("a limit is more than nothing; leave it out for what the system allows".to_owned())
+        }
+        Ok(size) => Ok(size),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// A time: `0.5`, `2s`, `100ms`.

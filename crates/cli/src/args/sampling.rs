@@ -3,6 +3,8 @@
 use clap::Args;
 use plimsoll_generate::SamplerSettings;
 
+use crate::failure::Failure;
+
 #[derive(Debug, Args)]
 pub struct SamplingArgs {
     /// Add a number to a token's logit; may be given more than once
@@ -54,6 +56,16 @@ impl SamplingArgs {
             penalty_last_n: self.penalty_last_n,
             logit_bias: self.logit_bias.clone(),
             seed: self.seed,
+        }
+    }
+
+    /// Refuses tokens that a vocabulary of so many does not have.
+    pub fn check_tokens(&self, vocabulary: u64) -> Result<(), Failure> {
+        match self.logit_bias.iter().find(|(token, _)| u64::from(*token) >= vocabulary) {
+            Some((token, _)) => Err(Failure::usage(format!(
+                "--logit-bias: the model has {vocabulary} tokens, from 0 on, and none of them is {token}"
+            ))),
+            None => Ok(()),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use plimsoll_device::cpu::{Calibration, Sample};
+use plimsoll_device::cpu::{Effort, Sample};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::hardware::disk_space;
 use plimsoll_plan::{DiskRates, MeasuredCpu, Rates, Spill, Target};
@@ -22,7 +22,7 @@ pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
     let Some(calibration) = &speeds.calibration else {
         return Err(Failure::other(format!(
             "there is too little memory to measure in: {} are needed",
-            ByteSize(Calibration::ROOM)
+            ByteSize(Effort::Thorough.room())
         )));
     };
     let disk = match &args.disk {
@@ -105,7 +105,7 @@ fn summary(rates: &Rates, disk: Option<DiskRates>) -> String {
     format!(
         "matrix products  {} GFLOP/s in f32, {} in bf16, {} in fp8; thin ones {} and {}\n\
          attention        {} GFLOP/s in f32, {} in bf16\n\
-         memory           {:.1} GB/s; {:.2} G exps/s; {:.1} µs to start an operation\n{disk}",
+         memory           {:.1} GB/s; {:.2} G exps/s, {:.1} G of 16-bit floats/s; {:.1} µs to start an operation\n{disk}",
         giga(rates.matmul_f32),
         giga(rates.matmul_bf16),
         giga(rates.matmul_fp8),
@@ -115,6 +115,7 @@ fn summary(rates: &Rates, disk: Option<DiskRates>) -> String {
         giga(rates.attention_bf16),
         rates.memory_bandwidth / 1e9,
         rates.exps / 1e9,
+        rates.conversions / 1e9,
         1e6 * rates.seconds_per_operation,
     )
 }

@@ -82,6 +82,7 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let settings = args.sampling.settings();
     Sampler::new(&settings)?;
     let mut model = Inference::open(&args.inference, "talk with", args.json || !leads)?;
+    args.sampling.check_tokens(model.spec().vocab_size)?;
     model.divide(ranks)?;
     let draft_args = DraftArgs::new(&args.speculation, &args.inference);
     let guessing = Guessing::open(&args.speculation, &draft_args, &mut model, ranks, args.json || !leads)?;

@@ -1,22 +1,30 @@
 //! `plimsoll convert`: a model in another format or type, a few rows at a time.
 
+use std::io;
+use std::ops::Range;
+
 use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
+use plimsoll_memory::ByteSize;
 use plimsoll_model::gguf::ggml_type;
 use plimsoll_model::{
     ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder, TypesByGroup, Upcycled,
     WeightGroup,
 };
-use plimsoll_train::OutputFolder;
+use plimsoll_train::{OutputFolder, StopFlag};
 use serde_json::json;
 
 use crate::args::{ConvertArgs, OutputArgs};
 use crate::by_group::types_by_group;
 use crate::failure::Failure;
 use crate::models;
-use crate::output::outln;
+use crate::output::{Place, errln, outln};
 use crate::progress;
+use crate::signals::StopSignals;
+
+/// A folder in smaller files has one for each tensor, and no use of it.
+const LEAST_SHARD: ByteSize = ByteSize(1 << 20);
 
 /// Of the first values of routers, which are the same each time.
 const ROUTER_SEED: u64 = 0;
@@ -121,6 +129,41 @@ fn folder_target(
     })
 }
 
+/// A source that gives no more once a stop is wished for, so that what was begun is taken back.
+struct Stoppable<'a> {
+    source: &'a dyn RowSource,
+    stop: &'a StopFlag,
+}
+
+impl Stoppable<'_> {
+    fn go_on(&self) -> Result<(), ModelError> {
+        match self.stop.is_raised() {
+            true => {
+                Err(ModelError::Io { path: "the weights".into(), source: io::ErrorKind::Interrupted.into() })
+            }
+            false => Ok(()),
+        }
+    }
+}
+
+impl RowSource for Stoppable<'_> {
+    fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
+        self.go_on()?;
+        self.source.rows(parameter, rows, out)
+    }
+
+    fn blocks(
+        &self,
+        parameter: &Parameter,
+        rows: Range<u64>,
+        dtype: DType,
+        out: &mut [u8],
+    ) -> Result<bool, ModelError> {
+        self.go_on()?;
+        self.source.blocks(parameter, rows, dtype, out)
+    }
+}
+
 /// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.
 pub fn write(
     files: &ModelFiles,
@@ -135,12 +178,29 @@ pub fn write(
             args.output.display()
         )));
     }
+    match (args.max_shard_size, &target) {
+        (Some(_), Target::Gguf(_)) => {
+            return Err(Failure::usage("--max-shard-size is about a folder's files, and a GGUF is one file"));
+        }
+        (Some(size), _) if size < LEAST_SHARD => {
+            return Err(Failure::usage(format!("--max-shard-size is {size}; give at least {LEAST_SHARD}")));
+        }
+        _ => {}
+    }
+    let Place::File(output) = Place::of(&args.output) else {
+        return Err(Failure::usage(format!(
+            "{} is no file, and none can be put there",
+            args.output.display()
+        )));
+    };
     // Nothing is written into the folder of a run that is under way.
     let _folder = args.output.is_dir().then(|| OutputFolder::take(&args.output)).transpose()?;
     let total: u64 = spec.parameters().iter().map(Parameter::elements).sum();
     let bar = progress::counter(total / 1_000_000, "million parameters", args.json);
     let mut show = |done: u64, _: u64| bar.set_position(done / 1_000_000);
-    let mut writer = Transcoder::new(spec, source, &mut show);
+    let signals = StopSignals::listen(false)?;
+    let source = Stoppable { source, stop: signals.flag() };
+    let mut writer = Transcoder::new(spec, &source, &mut show);
     if let Some(groups) = packed {
         writer = writer.packing(&groups);
     }
@@ -148,19 +208,26 @@ pub fn write(
         writer = writer.shard_bytes(size.0);
     }
     let mut notes = Vec::new();
-    let bytes = match target {
+    let written = match target {
         Target::Gguf(types) => {
             let tokenizer = unless_missing(files.tokenizer_fields(), &mut notes)?;
-            writer.write_gguf(&args.output, types, tokenizer.as_ref())?
+            writer.write_gguf(&output, types, tokenizer.as_ref())
         }
         _ => {
             let tokenizer = unless_missing(files.tokenizer(), &mut notes)?;
-            let bytes = writer.write_folder(&args.output, target)?;
-            if let Some(tokenizer) = tokenizer {
-                tokenizer.save(&args.output).map_err(ModelError::from)?;
+            let written = writer.write_folder(&output, target);
+            if let (Ok(_), Some(tokenizer)) = (&written, tokenizer) {
+                tokenizer.save(&output).map_err(ModelError::from)?;
             }
-            bytes
+            written
         }
+    };
+    let bytes = match written {
+        Err(_) if signals.flag().is_raised() => {
+            errln!("stopped: nothing was written to {}", args.output.display());
+            return Err(Failure::stopped(signals.exit_code()));
+        }
+        written => written?,
     };
     bar.finish_and_clear();
     if args.json {

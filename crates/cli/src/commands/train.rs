@@ -118,7 +118,8 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if !quiet {
         let speeds = PlanSpeeds::here(&engine, &plan);
         // What cannot be shown is no reason not to train.
-        let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(prepared.total_steps(&plan))));
+        let (steps, validation) = (prepared.total_steps(&plan), prepared.validation_sequences());
+        let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(steps), validation));
     }
     // The first rank decides: others may not see what it has written.
     let report = if leads { finished(&prepared, &plan) } else { None };

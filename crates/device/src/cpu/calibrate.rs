@@ -1,5 +1,5 @@
-//! What this machine does, measured with the operations of a step: products by type and shape, attention, exps, memory, and what it
-//! takes to start an operation. That takes some seconds, where [`MachineRates`](super::MachineRates) takes some hundredths of one.
+//! What this machine does, measured with the operations of a step: products by type and shape, attention, exps, 16-bit floats, memory,
+//! and what it takes to start an operation.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,15 +12,75 @@ use crate::{
     Elementwise, Glu, Multiplied, Op, Product, Rounding, Tensor,
 };
 
-/// Sides of products `[rows, inner]` times `[inner, columns]`: those of small models and a large one's.
-const PRODUCTS: [[u64; 3]; 4] =
-    [[512, 576, 1536], [1024, 1024, 1024], [1024, 1024, 4096], [1024, 4096, 1024]];
+/// How much is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// What most plans go by, in a tenth of a second or a few, with so many bytes: as there are, from [`Effort::LEAST_ROOM`] on.
+    Glance {
+        /// Bytes.
+        room: u64,
+    },
+    /// Everything, in some seconds.
+    Thorough,
+}
 
-/// The same of LoRA's adapters.
-const THIN_PRODUCTS: [[u64; 3]; 2] = [[1024, 1024, 16], [1024, 16, 1024]];
+impl Effort {
+    /// Bytes with which a glance sees the memory and not a cache.
+    pub const ENOUGH_ROOM: u64 = 48 << 20;
 
-/// Elements of a tensor that no common cache holds.
-const ELEMENTS: u64 = 6 << 20;
+    /// Bytes that a glance takes at least.
+    pub const LEAST_ROOM: u64 = 12 << 20;
+
+    /// Bytes that are measured with.
+    pub fn room(self) -> u64 {
+        match self {
+            Effort::Glance { room } => room.clamp(Effort::LEAST_ROOM, Effort::ENOUGH_ROOM),
+            Effort::Thorough => 96 << 20,
+        }
+    }
+
+    /// Sides of products `[rows, inner]` times `[inner, columns]`: those of small models and a large one's.
+    fn products(self) -> &'static [[u64; 3]] {
+        match self {
+            Effort::Glance { .. } => &[[384, 512, 768]],
+            Effort::Thorough => {
+                &[[512, 576, 1536], [1024, 1024, 1024], [1024, 1024, 4096], [1024, 4096, 1024]]
+            }
+        }
+    }
+
+    /// The same of LoRA's adapters.
+    fn thin_products(self) -> &'static [[u64; 3]] {
+        match self {
+            Effort::Glance { .. } => &[[384, 512, 16]],
+            Effort::Thorough => &[[1024, 1024, 16], [1024, 16, 1024]],
+        }
+    }
+
+    /// Tokens of a sequence.
+    fn tokens(self) -> u64 {
+        match self {
+            Effort::Glance { .. } => 512,
+            Effort::Thorough => 1024,
+        }
+    }
+
+    /// Elements of each of three f32 tensors that no common cache holds, where there is room.
+    fn elements(self) -> u64 {
+        match self {
+            Effort::Glance { .. } => self.room() / 12,
+            Effort::Thorough => 6 << 20,
+        }
+    }
+
+    /// Each measurement is repeated for so long at least: somebody else may have a core for some milliseconds.
+    fn least(self) -> Duration {
+        match self {
+            Effort::Glance { .. } => Duration::from_millis(2),
+            Effort::Thorough => Duration::from_millis(40),
+        }
+    }
+}
 
 /// Elements of a tensor that a cache holds.
 const CACHED_ELEMENTS: u64 = 1 << 18;
@@ -30,8 +90,10 @@ const FEW_ELEMENTS: u64 = 1 << 15;
 
 /// Each measurement is the best of so many at least.
 const TIMES: u32 = 3;
-/// Short ones are repeated for so long: somebody else may have a core for some milliseconds.
-const LEAST: Duration = Duration::from_millis(40);
+
+/// Share of an operation's time that is its own at least, whatever else of it was measured apart: caches and overlap make parts that
+/// are more than the whole.
+const OWN: f64 = 0.3;
 
 /// An operation as it was measured.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,7 +117,7 @@ pub struct Calibration {
     pub matmul_f32: f64,
     /// bf16 products, FLOP/s.
     pub matmul_bf16: f64,
-    /// Products of 8-bit floats, FLOP/s.
+    /// Products of 8-bit floats, FLOP/s; those of bf16 at a glance.
     pub matmul_fp8: f64,
     /// f32 products with a short side, FLOP/s.
     pub thin_f32: f64,
@@ -67,44 +129,45 @@ pub struct Calibration {
     pub attention_bf16: f64,
     /// Memory read and written, bytes/s.
     pub memory_bandwidth: f64,
-    /// exp and the like, evaluations/s, beside the memory that their operations move.
+    /// exp and the like, evaluations/s, beside what their operations read and write.
     pub exps: f64,
-    /// Seconds to start an operation.
-    pub seconds_per_operation: f64,
+    /// 16-bit floats read or written in a second, from and to a cache.
+    pub conversions: f64,
+    /// Seconds to start an operation; not measured at a glance, for threads that wait in between take longer.
+    pub seconds_per_operation: Option<f64>,
     /// All measurements.
     pub samples: Vec<Sample>,
 }
 
 impl Calibration {
-    /// Bytes that measuring takes.
-    pub const ROOM: u64 = 96 << 20;
-
     /// Measures, with all threads of a pool.
     ///
     /// # Errors
     /// There is no memory for it.
-    pub fn measure(pool: &Arc<Pool>, isa: Isa) -> Result<Calibration, DeviceError> {
-        let device = Cpu::with_pool(Arc::clone(pool), isa, Calibration::ROOM)?;
-        let mut bench = Bench { device, samples: Vec::new() };
-        let memory_bandwidth = bench.memory(ELEMENTS)?;
-        let cached = bench.memory(CACHED_ELEMENTS)?;
-        let seconds_per_operation = bench.start(cached)?;
-        let types = [Arithmetic::F32, Arithmetic::Half, Arithmetic::Fp8];
-        let mut products = [0.0; 3];
-        for (rate, arithmetic) in products.iter_mut().zip(types) {
-            *rate = bench.products(arithmetic, &PRODUCTS)?;
-        }
-        let [matmul_f32, matmul_bf16, matmul_fp8] = products;
+    pub fn measure(pool: &Arc<Pool>, isa: Isa, effort: Effort) -> Result<Calibration, DeviceError> {
+        let device = Cpu::with_pool(Arc::clone(pool), isa, effort.room())?;
+        let mut bench = Bench { device, effort, samples: Vec::new() };
+        let memory_bandwidth = bench.sums(DType::F32, effort.elements())?.1;
+        let conversions = bench.conversions()?;
+        let exps = bench.exps(conversions)?;
+        let rest = Rest { memory_bandwidth, exps };
+        let (products, thin) = (effort.products(), effort.thin_products());
+        let matmul_bf16 = bench.products(Arithmetic::Half, products)?;
+        let (matmul_fp8, seconds_per_operation) = match effort {
+            Effort::Glance { .. } => (matmul_bf16, None),
+            Effort::Thorough => (bench.products(Arithmetic::Fp8, products)?, Some(bench.start()?)),
+        };
         Ok(Calibration {
-            matmul_f32,
+            matmul_f32: bench.products(Arithmetic::F32, products)?,
             matmul_bf16,
             matmul_fp8,
-            thin_f32: bench.products(Arithmetic::F32, &THIN_PRODUCTS)?,
-            thin_bf16: bench.products(Arithmetic::Half, &THIN_PRODUCTS)?,
-            attention_f32: bench.attention(DType::F32)?,
-            attention_bf16: bench.attention(DType::Bf16)?,
+            thin_f32: bench.products(Arithmetic::F32, thin)?,
+            thin_bf16: bench.products(Arithmetic::Half, thin)?,
+            attention_f32: bench.attention(DType::F32, rest)?,
+            attention_bf16: bench.attention(DType::Bf16, rest)?,
             memory_bandwidth,
-            exps: bench.exps(memory_bandwidth)?,
+            exps,
+            conversions,
             seconds_per_operation,
             samples: bench.samples,
         })
@@ -114,7 +177,15 @@ impl Calibration {
 /// What measures.
 struct Bench {
     device: Cpu,
+    effort: Effort,
     samples: Vec<Sample>,
+}
+
+/// Speeds of what operations do beside multiplying.
+#[derive(Clone, Copy)]
+struct Rest {
+    memory_bandwidth: f64,
+    exps: f64,
 }
 
 impl Bench {
@@ -130,7 +201,7 @@ impl Bench {
     fn seconds<'a>(&self, op: impl Into<Op<'a>> + Copy) -> Result<f64, DeviceError> {
         self.device.run(op)?;
         let (first, mut best, mut times) = (Instant::now(), f64::INFINITY, 0);
-        while times < TIMES || first.elapsed() < LEAST {
+        while times < TIMES || first.elapsed() < self.effort.least() {
             let begun = Instant::now();
             self.device.run(op)?;
             best = best.min(begun.elapsed().as_secs_f64());
@@ -144,23 +215,29 @@ impl Bench {
         self.samples.push(Sample { operation, dtype, shape: shape.to_vec(), seconds, rate });
     }
 
-    /// Sums of so many elements, in bytes/s.
-    fn memory(&mut self, elements: u64) -> Result<f64, DeviceError> {
-        let [a, b, out] = [(); 3].map(|()| self.tensor(DType::F32, &[elements]));
+    /// Seconds of a sum of so many elements, and the bytes that it moves in a second.
+    fn sums(&mut self, dtype: DType, elements: u64) -> Result<(f64, f64), DeviceError> {
+        let [a, b, out] = [(); 3].map(|()| self.tensor(dtype, &[elements]));
         let (a, b, out) = (a?, b?, out?);
         let op = Op::from(Elementwise::Add { a: &a, b: &b, out: &out });
         let (seconds, bytes) = (self.seconds(op)?, op.cost().bytes);
-        self.keep(op.name(), (DType::F32, &[elements]), seconds, bytes);
-        Ok(bytes as f64 / seconds)
+        self.keep(op.name(), (dtype, &[elements]), seconds, bytes);
+        Ok((seconds, bytes as f64 / seconds))
     }
 
-    /// Seconds to start an operation: a short one's, less those of its bytes in a cache.
-    fn start(&mut self, cached: f64) -> Result<f64, DeviceError> {
+    /// 16-bit floats that are read or written in a second: those of a sum.
+    fn conversions(&mut self) -> Result<f64, DeviceError> {
+        let (seconds, _) = self.sums(DType::Bf16, CACHED_ELEMENTS)?;
+        Ok((3 * CACHED_ELEMENTS) as f64 / seconds)
+    }
+
+    /// Seconds to start an operation: those of a short one.
+    fn start(&mut self) -> Result<f64, DeviceError> {
         let x = self.tensor(DType::F32, &[FEW_ELEMENTS])?;
         let op = Op::from(Elementwise::Scale { x: &x, factor: 1.0 });
         let seconds = self.seconds(op)?;
         self.keep("start", (DType::F32, &[FEW_ELEMENTS]), seconds, 1);
-        Ok((seconds - op.cost().bytes as f64 / cached).max(1e-7))
+        Ok(seconds)
     }
 
     /// Products of some shapes, each forward and backward as in a step: all their operations over all their time.
@@ -209,9 +286,9 @@ impl Bench {
         Ok(all)
     }
 
-    /// Attention forward and backward, in FLOP/s.
-    fn attention(&mut self, dtype: DType) -> Result<f64, DeviceError> {
-        let [batch, tokens, heads, head_dim] = [1, 1024, 8, 64];
+    /// Attention forward and backward, in FLOP/s beside its exps and its memory.
+    fn attention(&mut self, dtype: DType, rest: Rest) -> Result<f64, DeviceError> {
+        let [batch, tokens, heads, head_dim] = [1, self.effort.tokens(), 8, 64];
         let shape = AttentionShape {
             batch,
             q_len: tokens,
@@ -265,24 +342,24 @@ impl Bench {
         });
         let (mut flops, mut time) = (0, 0.0);
         for op in [forward, backward] {
-            let seconds = self.seconds(op)?;
-            let own = op.cost().attention.map_or(0, |(_, flops)| flops);
+            let (seconds, cost) = (self.seconds(op)?, op.cost());
+            let own = cost.attention.map_or(0, |(_, flops)| flops);
             self.keep(op.name(), (dtype, &[batch, tokens, heads, head_dim]), seconds, own);
-            (flops, time) = (flops + own, time + seconds);
+            let apart = cost.bytes as f64 / rest.memory_bandwidth + cost.exps as f64 / rest.exps;
+            (flops, time) = (flops + own, time + (seconds - apart).max(OWN * seconds));
         }
         Ok(flops as f64 / time)
     }
 
-    /// Gated activations, in exps/s: what they take beyond the time of their memory.
-    fn exps(&mut self, memory_bandwidth: f64) -> Result<f64, DeviceError> {
-        let sizes = [1024, 1536];
-        let [gate, up, out] = [(); 3].map(|()| self.tensor(DType::F32, &sizes));
+    /// Gated activations in a cache, in exps/s: what they take beyond the time of their 16-bit floats.
+    fn exps(&mut self, conversions: f64) -> Result<f64, DeviceError> {
+        let sizes = [256, 1024];
+        let [gate, up, out] = [(); 3].map(|()| self.tensor(DType::Bf16, &sizes));
         let (gate, up, out) = (gate?, up?, out?);
         let op = Op::from(Activation::Gated { gate: &gate, up: &up, out: &out, activation: Glu::Silu });
         let (seconds, cost) = (self.seconds(op)?, op.cost());
-        self.keep(op.name(), (DType::F32, &sizes), seconds, cost.exps);
-        // Where memory is all of it, exps take some of the time all the same.
-        let own = (seconds - cost.bytes as f64 / memory_bandwidth).max(0.1 * seconds);
+        self.keep(op.name(), (DType::Bf16, &sizes), seconds, cost.exps);
+        let own = (seconds - cost.conversions as f64 / conversions).max(OWN * seconds);
         Ok(cost.exps as f64 / own)
     }
 }
@@ -292,10 +369,9 @@ mod tests {
     use super::*;
     use crate::THIN;
 
-    #[test]
-    fn everything_is_measured() {
+    fn measured(effort: Effort) -> Calibration {
         let pool = Arc::new(Pool::new(1, Cpu::SCRATCH_BYTES).unwrap());
-        let found = Calibration::measure(&pool, Isa::detect()).unwrap();
+        let found = Calibration::measure(&pool, Isa::detect(), effort).unwrap();
         let rates = [
             found.matmul_f32,
             found.matmul_bf16,
@@ -306,12 +382,26 @@ mod tests {
             found.attention_bf16,
             found.memory_bandwidth,
             found.exps,
+            found.conversions,
         ];
         assert!(rates.iter().all(|rate| rate.is_finite() && *rate > 1e6), "{found:?}");
-        assert!(found.seconds_per_operation > 0.0 && found.seconds_per_operation < 1.0);
         // Each shape has three products.
         let thin = |sample: &&Sample| sample.shape.len() == 3 && sample.shape.iter().any(|side| *side < THIN);
-        assert_eq!(found.samples.iter().filter(thin).count(), 2 * 3 * THIN_PRODUCTS.len());
+        assert_eq!(found.samples.iter().filter(thin).count(), 2 * 3 * effort.thin_products().len());
         assert!(found.samples.iter().all(|sample| sample.seconds > 0.0));
+        found
+    }
+
+    #[test]
+    fn everything_is_measured() {
+        let start = measured(Effort::Thorough).seconds_per_operation.unwrap();
+        assert!(start > 0.0 && start < 1.0);
+    }
+
+    #[test]
+    fn a_glance_takes_the_room_that_there_is() {
+        assert_eq!(measured(Effort::Glance { room: u64::MAX }).seconds_per_operation, None);
+        assert_eq!(Effort::Glance { room: 20 << 20 }.room(), 20 << 20);
+        measured(Effort::Glance { room: 0 });
     }
 }

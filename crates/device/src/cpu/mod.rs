@@ -11,15 +11,13 @@ mod kernels;
 pub mod matmul;
 pub mod pool;
 pub mod quantize;
-mod rates;
 mod run;
 mod slices;
 
 pub use at_once::at_once;
-pub use calibrate::{Calibration, Sample};
+pub use calibrate::{Calibration, Effort, Sample};
 pub use device::{Cpu, CpuOptions};
 pub use isa::Isa;
 pub(crate) use kernels::update::state_maps;
 pub use matmul::dequantize;
 pub use pool::Pool;
-pub use rates::MachineRates;

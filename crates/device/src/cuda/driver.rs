@@ -36,7 +36,9 @@ const CAPABILITY_MINOR: c_int = 76;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
     /// There is no driver.
-    #[error("there is no NVIDIA driver: {0}; install the driver of the card, or train with `--device cpu`")]
+    #[error(
+        "there is no NVIDIA driver: {0}; install the driver of the card, or compute on the CPU, with `--device cpu`"
+    )]
     NoDriver(String),
     /// The driver lacks a function, or is of a version that lacks what the kernels need.
     #[error(

@@ -295,7 +295,7 @@ impl<'a> Family<'a> for Attention<'a> {
             // Only the rows that are written move.
             Attention::WriteCache { x, cache, .. } | Attention::WriteRows { x, cache, .. } => {
                 let row = cache.bytes() / cache.rows().max(1);
-                Cost { bytes: x.bytes() + x.rows() * row, ..once }
+                Cost { bytes: x.bytes() + x.rows() * row, conversions: 0, ..once }
             }
             Attention::Paged { q, k, v, runs, page, shape, compute, .. } => {
                 let shapes = || runs.iter().map(|run| run.shape(page, shape));

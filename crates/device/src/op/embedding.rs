@@ -53,7 +53,7 @@ impl<'a> Family<'a> for Embedding<'a> {
             Embedding::LookupPiece { tokens, table, out, .. } => (tokens, out.bytes().min(table.bytes())),
             Embedding::Backward { tokens, dout, .. } => (tokens, dout.bytes()),
         };
-        Cost { bytes: tokens.bytes() + 2 * rows, ..once }
+        Cost { bytes: tokens.bytes() + 2 * rows, conversions: 0, ..once }
     }
 }
 

@@ -76,6 +76,6 @@ impl<'a> Family<'a> for Heads<'a> {
             let elements = tensor.rows() * width * if columns.stride == 0 { 1 } else { heads };
             tensor.dtype().bytes_for(elements).unwrap_or(0)
         };
-        Cost { bytes: of(from, read) + of(to, written), ..once }
+        Cost { bytes: of(from, read) + of(to, written), conversions: 0, ..once }
     }
 }

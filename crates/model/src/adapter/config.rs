@@ -158,7 +158,15 @@ impl AdapterConfig {
     /// Reads the file.
     pub fn read(path: &Path) -> Result<AdapterConfig, AdapterError> {
         let io = |source| AdapterError::Io { path: path.to_owned(), source };
-        let length = std::fs::metadata(path).map_err(io)?.len();
+        let length = match std::fs::metadata(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let reason =
+                    "is not there; name an adapter's folder, as PEFT and training with lora leave one"
+                        .to_owned();
+                return Err(AdapterError::Config { path: path.to_owned(), reason });
+            }
+            found => found.map_err(io)?.len(),
+        };
         if length > MAX_LENGTH {
             let reason = format!("has {length} bytes; a configuration has a few thousand");
             return Err(AdapterError::Config { path: path.to_owned(), reason });
@@ -276,9 +284,8 @@ fn module_pattern(pattern: &str) -> String {
 }
 
 fn expression(pattern: &str) -> Result<Regex, AdapterError> {
-    Regex::new(pattern).map_err(|error| AdapterError::Config {
-        path: super::ADAPTER_CONFIG_NAME.into(),
-        reason: format!("a pattern is no regular expression: {error}"),
+    Regex::new(pattern).map_err(|error| {
+        AdapterError::Layout(format!("a pattern of modules is no regular expression: {error}"))
     })
 }
 

@@ -45,7 +45,7 @@ impl ModelFiles {
                 file.release();
                 Ok(fields)
             }
-            Format::Safetensors => Ok(self.tokenizer()?.to_gguf()?),
+            Format::Safetensors => Ok(self.tokenizer()?.to_gguf(&self.spec.name)?),
         }
     }
 }

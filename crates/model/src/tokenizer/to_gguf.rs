@@ -7,6 +7,9 @@ use serde_json::Value;
 use super::gguf::split_name;
 use super::{GgufTokenizerFields, Tokenizer, TokenizerError};
 
+/// Added tokens that are tried, each with white space behind it.
+const ADDED: usize = 16;
+
 /// Words, numbers, white space, punctuation, contractions, other scripts: where tokenizers differ.
 const PROBES: [&str; 6] = [
     "Hello world, it's 2024-12-31!  Two  spaces\n\nand\ttabs   \n  end.",
@@ -18,22 +21,36 @@ const PROBES: [&str; 6] = [
 ];
 
 impl Tokenizer {
-    /// The metadata of a GGUF that holds this tokenizer.
+    /// The metadata of a GGUF that holds this tokenizer, of a model of that name. As some tokens are read by the model's name, the
+    /// file's may be another one.
     ///
     /// # Errors
     /// Its kind has no words in GGUF.
-    pub fn to_gguf(&self) -> Result<GgufTokenizerFields, TokenizerError> {
+    pub fn to_gguf(&self, name: &str) -> Result<GgufTokenizerFields, TokenizerError> {
         let origin = self.shared.origin.clone();
         let fail = |reason: String| {
             TokenizerError::invalid(&origin, format!("cannot be written to a GGUF: {reason}"))
         };
         let text = self.shared.engine.to_string(false).map_err(|e| fail(e.to_string()))?;
         let document: Value = serde_json::from_str(&text).map_err(|e| fail(e.to_string()))?;
-        let fields = self.fields(&document).map_err(fail)?;
-        let again = Tokenizer::from_gguf(&fields, &origin)?;
-        for probe in PROBES {
-            if self.encode(probe)? != again.encode(probe)? {
-                return Err(fail(format!("read back, it would split {probe:?} into other tokens")));
+        let mut fields = self.fields(&document).map_err(fail)?;
+        let added = document["added_tokens"].as_array().into_iter().flatten();
+        let added: Vec<String> = added
+            .filter_map(|token| Some(format!("{}\n hi", token["content"].as_str()?)))
+            .take(ADDED)
+            .collect();
+        for name in [name.to_owned(), format!("Phi-3 {name}"), "model".to_owned()] {
+            fields.model_name.get_or_insert_with(|| name.clone());
+            let named = GgufTokenizerFields { model_name: Some(name), ..fields.clone() };
+            let again = Tokenizer::from_gguf(&named, &origin)?;
+            for probe in PROBES {
+                if self.encode(probe)? != again.encode(probe)? {
+                    return Err(fail(format!("read back, it would split {probe:?} into other tokens")));
+                }
+            }
+            let same = |text: &String| Ok::<_, TokenizerError>(self.encode(text)? == again.encode(text)?);
+            if added.iter().map(same).collect::<Result<Vec<_>, _>>()?.into_iter().all(|same| same) {
+                return Ok(named);
             }
         }
         Ok(fields)

@@ -85,6 +85,22 @@ fn white_space_after_phi_3s_tokens_is_theirs() {
     check(&tokenizer(&scored()), EncodeOptions::default(), "</s> a", &["</s>", "▁▁", "a"]);
 }
 
+/// Whatever the file is called that it was read from.
+#[test]
+fn a_gguf_of_phi_3s_tokens_has_a_name_that_says_so() {
+    let phi_3 = GgufTokenizerFields { model_name: Some("Phi-3 mini".into()), ..scored() };
+    for (fields, called, named, tokens) in [
+        (&phi_3, "copy", "Phi-3 copy", &["</s>", "▁", "a"]),
+        (&phi_3, "Phi-3-small", "Phi-3-small", &["</s>", "▁", "a"]),
+        (&scored(), "copy", "copy", &["</s>", "▁▁", "a"]),
+        (&scored(), "phi-3-like", "model", &["</s>", "▁▁", "a"]),
+    ] {
+        let written = tokenizer(fields).to_gguf(called).unwrap();
+        assert_eq!(written.model_name.as_deref(), Some(named), "{called}");
+        check(&tokenizer(&written), EncodeOptions::default(), "</s> a", tokens);
+    }
+}
+
 #[test]
 fn saving_keeps_everything() {
     for fields in every_kind() {

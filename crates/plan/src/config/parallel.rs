@@ -80,6 +80,17 @@ choice! {
     }
 }
 
+impl ShardingStrategy {
+    /// The stage of ZeRO that it is, by its number.
+    fn zero_stage(self) -> u64 {
+        match self {
+            ShardingStrategy::None => 0,
+            ShardingStrategy::ShardGradOp => 2,
+            ShardingStrategy::FullShard | ShardingStrategy::HybridShard => 3,
+        }
+    }
+}
+
 /// What is set for a key, where that is decided.
 fn decided<T: Copy>(key: Option<Auto<T>>, default: T) -> T {
     key.and_then(Auto::set).unwrap_or(default)
@@ -118,11 +129,11 @@ impl ParallelConfig {
 
     /// What the step's ranks share out between them.
     pub fn sharding(&self) -> Sharding {
-        let stage = match (self.zero_stage(), self.sharding_strategy()) {
-            (3, _) | (_, ShardingStrategy::FullShard | ShardingStrategy::HybridShard) => ZeroStage::Weights,
-            (2, _) | (_, ShardingStrategy::ShardGradOp) => ZeroStage::Gradients,
-            (1, _) => ZeroStage::States,
-            _ => ZeroStage::Nothing,
+        let stage = match self.zero_stage().max(self.sharding_strategy().zero_stage()) {
+            0 => ZeroStage::Nothing,
+            1 => ZeroStage::States,
+            2 => ZeroStage::Gradients,
+            _ => ZeroStage::Weights,
         };
         let among = self.shard_size.map(|ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
         Sharding { stage, reproducible: self.reproducible(), among }
@@ -185,6 +196,16 @@ impl RawConfig {
                     .to_owned(),
                 remedy: "set parallel.shard_size to it".to_owned(),
             });
+        }
+        let (stage, strategy) = (parallel.zero_stage(), parallel.sharding_strategy());
+        let same = strategy.zero_stage();
+        // A plan that is read again has both, one of them as nobody set it.
+        if stage > 0 && same > 0 && stage != same {
+            conflicts(self.conflicting("parallel.zero_stage", stage), errors)(
+                self.conflicting("parallel.sharding_strategy", strategy),
+                "they are two names of one setting, and say different things",
+                &format!("leave one of them out: {strategy} is stage {same}"),
+            );
         }
         self.check_experts(data, is_open, errors);
         let replicas = (data / parallel.expert_parallel().max(1)).saturating_mul(context);

@@ -109,8 +109,8 @@ fn router_training(config: &RawConfig, spec: &ModelSpec, method: &TrainingMethod
     }
 }
 
-/// Refuses sequences that are longer than a model's learned positions, and what is said of experts where the model has none: nobody
-/// would see that it does nothing.
+/// Refuses sequences that are longer than a model's learned positions, and what is said of experts or of their routers' biases where
+/// the model has none: nobody would see that it does nothing.
 ///
 /// # Errors
 /// The first key that is set to something.
@@ -129,10 +129,14 @@ pub(crate) fn check_model(config: &RawConfig, spec: &ModelSpec) -> Result<(), St
         ("training.router_bias_update_speed", is_set(training.router_bias_update_speed().set())),
         ("memory.expert_slots", config.memory.expert_slots().set().is_some_and(|slots| slots > 0)),
     ];
-    match keys.into_iter().find(|(_, is_set)| *is_set && spec.experts.is_none()) {
-        Some((key, _)) => Err(StepError::NoExperts { key }),
-        None => Ok(()),
+    if let Some((key, _)) = keys.into_iter().find(|(_, is_set)| *is_set && spec.experts.is_none()) {
+        return Err(StepError::NoExperts { key });
     }
+    let has_bias = spec.experts.as_ref().is_some_and(|experts| experts.router.correction);
+    if is_set(training.router_bias_update_speed().set()) && !has_bias {
+        return Err(StepError::NoRouterBias);
+    }
+    Ok(())
 }
 
 /// The step of a configuration of which nothing is left open, or the first of its candidates.

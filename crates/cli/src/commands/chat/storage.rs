@@ -1,22 +1,18 @@
 //! Conversations in files: `{"messages": [{"role": ..., "content": ...}]}`, as sets of training data have them.
 
-use std::io::Write;
 use std::path::Path;
 
 use plimsoll_generate::Conversation;
 use plimsoll_model::chat_template::ChatMessage;
 use serde_json::{Value, json};
 
-/// Writes a conversation aside, then in its place.
-pub fn save(conversation: &Conversation, path: &Path) -> Result<(), String> {
-    let failed = |e: std::io::Error| format!("{} could not be written: {e}", path.display());
+use crate::failure::Failure;
+use crate::output::write_file;
+
+/// Writes a conversation, whole or not at all.
+pub fn save(conversation: &Conversation, path: &Path) -> Result<(), Failure> {
     let document = json!({ "messages": conversation.messages() });
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;
-    writeln!(file, "{document:#}").map_err(failed)?;
-    file.as_file().sync_all().map_err(failed)?;
-    file.persist(path).map_err(|e| failed(e.error))?;
-    Ok(())
+    write_file("the conversation", path, format!("{document:#}\n").as_bytes())
 }
 
 /// Reads a conversation: an object with `messages`, or the messages themselves.

@@ -158,7 +158,7 @@ impl Talk<'_> {
             },
             Command::Retry => self.retry()?,
             Command::Save(path) => {
-                storage::save(&self.conversation, &path).map_err(Failure::other)?;
+                storage::save(&self.conversation, &path)?;
                 let messages = self.conversation.messages().len();
                 console.note(&format!("{messages} messages are in {}", path.display()))?;
             }

@@ -18,17 +18,29 @@ const OTHERS: usize = 384;
 const LENGTHS: [&str; 4] = ["length", "num_tokens", "n_tokens", "token_count"];
 
 /// Lengths of a file's samples, the longest among them. Tokens that are there are counted; texts are encoded with the tokenizer of the
-/// model's folder, the longest ones and some of the others.
+/// model's folder, the longest ones and some of the others. Records that are none are left out, and named.
 pub fn of_samples(path: &Path, model: Option<&Path>) -> Result<Vec<u64>, Failure> {
     let (mut lengths, mut texts) = (Vec::new(), Vec::new());
-    for_each_record(path, BUFFER, &mut |_, record| {
-        let Ok(record) = record else { return Ok(()) };
-        match length(&record) {
-            Some(length) => lengths.push(length),
-            None => texts.push(text(&record)),
+    let (mut left_out, mut first) = (0u64, String::new());
+    for_each_record(path, BUFFER, &mut |place, record| {
+        match record {
+            Ok(record) => match length(&record) {
+                Some(length) => lengths.push(length),
+                None => texts.push(text(&record)),
+            },
+            Err(reason) => {
+                if left_out == 0 {
+                    first = format!("{place}: {reason}");
+                }
+                left_out += 1;
+            }
         }
         Ok(())
     })?;
+    if left_out > 0 {
+        let s = if left_out == 1 { "" } else { "s" };
+        eprintln!("{left_out} broken record{s} left out, the first of them {first}");
+    }
     texts.retain(|text| !text.is_empty());
     if !texts.is_empty() {
         lengths.extend(encoded(path, model, texts)?);

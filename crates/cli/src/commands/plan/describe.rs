@@ -53,7 +53,7 @@ fn experts(plan: &TrainingPlan) -> String {
 }
 
 /// The model in a line.
-pub fn model(spec: &ModelSpec, parameters: u64) -> String {
+pub fn model(spec: &ModelSpec) -> String {
     let active = match &spec.experts {
         Some(experts) => format!(
             " in all and {} active ({} of {} experts)",
@@ -67,7 +67,7 @@ pub fn model(spec: &ModelSpec, parameters: u64) -> String {
         "{}: {}, {} parameters{active}, {} layers of width {}\n",
         spec.name,
         spec.architecture,
-        count(parameters),
+        count(spec.parameter_count()),
         spec.num_layers,
         spec.hidden_size
     )
@@ -77,7 +77,7 @@ pub fn model(spec: &ModelSpec, parameters: u64) -> String {
 pub fn describe(plan: &TrainingPlan, speeds: &PlanSpeeds) -> String {
     let settings = &plan.choice.settings;
     let mut out = disk_needed(plan);
-    out.push_str(&model(&plan.spec, plan.parameters()));
+    out.push_str(&model(&plan.spec));
     if let Some(adapters) = settings.method.adapters() {
         let (trained, all) = (plan.trainable_parameters(), plan.parameters());
         out.push_str(&format!(
@@ -164,7 +164,7 @@ fn pipeline(plan: &TrainingPlan) -> String {
         out.push_str(&format!(
             "evaluation in batches of {}: {} of the arena, a step {}; on the host {}\n",
             settings.evaluated(),
-            ByteSize(evaluation),
+            ByteSize(evaluation.peak_bytes),
             ByteSize(step),
             ByteSize(bytes.evaluation),
         ));
@@ -187,14 +187,24 @@ fn waiting(time: &TimeEstimate, ranks: u32) -> String {
 }
 
 /// How long the whole run takes, of so many steps where that is known better than the configuration says it, and what it
-/// leaves on disk.
-pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>) -> String {
+/// leaves on disk. `validation` is how many sequences it is validated on, where that is known.
+pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>, validation: Option<u64>) -> String {
     let needs = plan.run_needs(steps);
-    let time = match (needs.steps, needs.seconds) {
+    let mut time = match (needs.steps, needs.seconds) {
         (Some(1), Some(time)) => format!("the whole run, a step: about {}", seconds(time)),
         (Some(steps), Some(time)) => format!("the whole run, {steps} steps: about {}", seconds(time)),
         _ => "how many steps the run has depends on the data".to_owned(),
     };
+    if let (true, Some(steps)) = (plan.validates(), needs.steps) {
+        time.push_str(&match validation.map(|sequences| (sequences, plan.validation(steps, sequences))) {
+            Some((sequences, Ok(needs))) => {
+                let often = if needs.times == 1 { String::new() } else { format!("{} times ", needs.times) };
+                let s = if sequences == 1 { "" } else { "s" };
+                format!(", and {} to validate {often}on {sequences} sequence{s}", seconds(needs.seconds))
+            }
+            _ => ", without validation".to_owned(),
+        });
+    }
     let mut left = Vec::new();
     match needs.checkpoints {
         0 => {}

@@ -102,7 +102,7 @@ fn ranks(asked: &Asked, ranks: Option<u32>) -> Result<u32, Failure> {
 fn describe(plan: &InferencePlan, speeds: &PlanSpeeds) -> String {
     let Some(largest) = plan.largest() else { return String::new() };
     let (spec, settings) = (&plan.spec, largest.generation.settings);
-    let mut out = super::describe::model(spec, spec.parameter_count());
+    let mut out = super::describe::model(spec);
     let types: Vec<&str> = plan.weight_types.iter().map(|dtype| dtype.name()).collect();
     out.push_str(&format!(
         "inference: {} x {} tokens; linears in {}, {} of weights; {} activations; key-value cache in {}, {}{}; passes of {} tokens\n",
