@@ -141,14 +141,9 @@ impl<'a> Transcoder<'a> {
         tokenizer: Option<&GgufTokenizerFields>,
     ) -> Result<u64, SaveError> {
         let wanted = types.into();
-        let Description { mut entries, factors } = describe(self.spec)?;
-        // Some tokens of a GGUF are read by the model's name, which a file's own may differ from.
-        let name = tokenizer.and_then(|tokenizer| tokenizer.model_name.as_ref());
-        if let (Some(name), Some((_, value))) =
-            (name, entries.iter_mut().find(|(key, _)| key == "general.name"))
-        {
-            *value = GgufValue::String(name.clone());
-        }
+        // Some tokens are read by the model's name, from which that of its file may differ.
+        let name = tokenizer.and_then(|tokenizer| tokenizer.model_name.as_deref()).unwrap_or(&self.spec.name);
+        let Description { mut entries, factors } = describe(self.spec, name)?;
         entries.push(("general.quantization_version".to_owned(), GgufValue::U32(2)));
         entries.extend(tokenizer.into_iter().flat_map(describe_tokenizer));
         let stored: Vec<StoredTensor> =

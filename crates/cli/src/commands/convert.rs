@@ -9,8 +9,8 @@ use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_memory::ByteSize;
 use plimsoll_model::gguf::ggml_type;
 use plimsoll_model::{
-    ModelError, ModelFiles, ModelSpec, Parameter, RowSource, Target, Transcoder, TypesByGroup, Upcycled,
-    WeightGroup,
+    ModelError, ModelFiles, ModelSpec, Parameter, RowSource, SaveError, Target, Transcoder, TypesByGroup,
+    Upcycled, WeightGroup,
 };
 use plimsoll_train::{OutputFolder, StopFlag};
 use serde_json::json;
@@ -208,26 +208,26 @@ pub fn write(
         writer = writer.shard_bytes(size.0);
     }
     let mut notes = Vec::new();
-    let written = match target {
+    let failed = |error: SaveError| match signals.flag().is_raised() {
+        true => {
+            errln!("stopped: nothing was written to {}", args.output.display());
+            Failure::stopped(signals.exit_code())
+        }
+        false => error.into(),
+    };
+    let bytes = match target {
         Target::Gguf(types) => {
             let tokenizer = unless_missing(files.tokenizer_fields(), &mut notes)?;
-            writer.write_gguf(&output, types, tokenizer.as_ref())
+            writer.write_gguf(&output, types, tokenizer.as_ref()).map_err(failed)?
         }
         _ => {
             let tokenizer = unless_missing(files.tokenizer(), &mut notes)?;
-            let written = writer.write_folder(&output, target);
-            if let (Ok(_), Some(tokenizer)) = (&written, tokenizer) {
+            let bytes = writer.write_folder(&output, target).map_err(failed)?;
+            if let Some(tokenizer) = tokenizer {
                 tokenizer.save(&output).map_err(ModelError::from)?;
             }
-            written
+            bytes
         }
-    };
-    let bytes = match written {
-        Err(_) if signals.flag().is_raised() => {
-            errln!("stopped: nothing was written to {}", args.output.display());
-            return Err(Failure::stopped(signals.exit_code()));
-        }
-        written => written?,
     };
     bar.finish_and_clear();
     if args.json {

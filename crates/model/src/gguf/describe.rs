@@ -20,11 +20,11 @@ pub(crate) struct Description {
     pub factors: Vec<(&'static str, Vec<f32>)>,
 }
 
-/// The metadata of a shape, and the tensors that belong to it.
+/// The metadata of a shape, of a model of that name, and the tensors that belong to it.
 ///
 /// # Errors
 /// The shape has a trait that a reader of the file would not find in it.
-pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
+pub(crate) fn describe(spec: &ModelSpec, name: &str) -> Result<Description, SaveError> {
     let fail = |reason: String| SaveError::Inexpressible { model: spec.name.clone(), target: "GGUF", reason };
     let family = first_of_architecture(&spec.architecture);
     if family == OWN_MIXTURE {
@@ -38,7 +38,7 @@ pub(crate) fn describe(spec: &ModelSpec) -> Result<Description, SaveError> {
     }
     let mut entries = vec![
         ("general.architecture".to_owned(), GgufValue::String(architecture.to_owned())),
-        ("general.name".to_owned(), GgufValue::String(spec.name.clone())),
+        ("general.name".to_owned(), GgufValue::String(name.to_owned())),
     ];
     let mut set = |key: &str, value: GgufValue| entries.push((format!("{architecture}.{key}"), value));
     let attention = &spec.attention;

@@ -78,9 +78,8 @@ impl GgufTokenizerFields {
     /// Whether white space after an added token belongs to it. No metadata says so; as in llama.cpp, Phi-3's do by
     /// the model's name.
     fn strips_after(&self, token: &str) -> bool {
-        let name = self.model_name.as_deref().unwrap_or_default().to_lowercase();
-        let phi3 = self.model == "llama" && (name.contains("phi-3") || name.contains("phi3"));
-        phi3 && !["<unk>", "<s>", "<|endoftext|>"].contains(&token)
+        let phi3 = self.model == "llama" && self.model_name.as_deref().is_some_and(is_phi_3);
+        phi3 && !PLAIN_IN_PHI_3.contains(&token)
     }
 
     /// The tokens that end a sequence, each with its key.
@@ -90,6 +89,28 @@ impl GgufTokenizerFields {
             ("tokenizer.ggml.eot_token_id", self.eot),
             ("tokenizer.ggml.eom_token_id", self.eom),
         ]
+    }
+}
+
+/// Tokens of Phi-3 that leave the white space after them alone.
+const PLAIN_IN_PHI_3: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
+
+fn is_phi_3(name: &str) -> bool {
+    let name = name.to_lowercase();
+    name.contains("phi-3") || name.contains("phi3")
+}
+
+/// What a model is called by whose name its added tokens are read: `name`, if that says of each whether the white space after it is
+/// its own. Where some strip it and others do not, no name says so.
+pub(super) fn name_for<'a>(name: &str, added: impl Iterator<Item = (&'a str, bool)>) -> String {
+    let (mut strips, mut leaves) = (false, false);
+    for (_, strip) in added.filter(|(token, _)| !PLAIN_IN_PHI_3.contains(token)) {
+        (strips, leaves) = (strips || strip, leaves || !strip);
+    }
+    match (strips, leaves, is_phi_3(name)) {
+        (true, false, false) => format!("Phi-3 {name}"),
+        (false, true, true) => "model".to_owned(),
+        _ => name.to_owned(),
     }
 }
 

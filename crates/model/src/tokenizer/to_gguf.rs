@@ -4,11 +4,8 @@
 
 use serde_json::Value;
 
-use super::gguf::split_name;
+use super::gguf::{name_for, split_name};
 use super::{GgufTokenizerFields, Tokenizer, TokenizerError};
-
-/// Added tokens that are tried, each with white space behind it.
-const ADDED: usize = 16;
 
 /// Words, numbers, white space, punctuation, contractions, other scripts: where tokenizers differ.
 const PROBES: [&str; 6] = [
@@ -33,30 +30,17 @@ impl Tokenizer {
         };
         let text = self.shared.engine.to_string(false).map_err(|e| fail(e.to_string()))?;
         let document: Value = serde_json::from_str(&text).map_err(|e| fail(e.to_string()))?;
-        let mut fields = self.fields(&document).map_err(fail)?;
-        let added = document["added_tokens"].as_array().into_iter().flatten();
-        let added: Vec<String> = added
-            .filter_map(|token| Some(format!("{}\n hi", token["content"].as_str()?)))
-            .take(ADDED)
-            .collect();
-        for name in [name.to_owned(), format!("Phi-3 {name}"), "model".to_owned()] {
-            fields.model_name.get_or_insert_with(|| name.clone());
-            let named = GgufTokenizerFields { model_name: Some(name), ..fields.clone() };
-            let again = Tokenizer::from_gguf(&named, &origin)?;
-            for probe in PROBES {
-                if self.encode(probe)? != again.encode(probe)? {
-                    return Err(fail(format!("read back, it would split {probe:?} into other tokens")));
-                }
-            }
-            let same = |text: &String| Ok::<_, TokenizerError>(self.encode(text)? == again.encode(text)?);
-            if added.iter().map(same).collect::<Result<Vec<_>, _>>()?.into_iter().all(|same| same) {
-                return Ok(named);
+        let fields = self.fields(&document, name).map_err(fail)?;
+        let again = Tokenizer::from_gguf(&fields, &origin)?;
+        for probe in PROBES {
+            if self.encode(probe)? != again.encode(probe)? {
+                return Err(fail(format!("read back, it would split {probe:?} into other tokens")));
             }
         }
         Ok(fields)
     }
 
-    fn fields(&self, document: &Value) -> Result<GgufTokenizerFields, String> {
+    fn fields(&self, document: &Value, name: &str) -> Result<GgufTokenizerFields, String> {
         let model = &document["model"];
         if model["type"].as_str() != Some("BPE") {
             return Err(format!("its model is {}, not BPE", model["type"]));
@@ -69,6 +53,7 @@ impl Tokenizer {
         let eos = specials.eos.first().copied();
         let eos_added = eos.is_some_and(|id| self.shared.around.after.contains(&id));
         let mut fields = GgufTokenizerFields {
+            model_name: Some(name.to_owned()),
             tokens,
             token_types,
             bos: specials.bos,
@@ -100,6 +85,11 @@ impl Tokenizer {
         }
         if sentence_piece {
             fields.model = "llama".to_owned();
+            let added = document["added_tokens"].as_array().into_iter().flatten();
+            let added = added.filter_map(|token| {
+                Some((token["content"].as_str()?, token["rstrip"].as_bool() == Some(true)))
+            });
+            fields.model_name = Some(name_for(name, added));
             // Merges come in the order of ids, so that scores that fall with ids say the same.
             fields.scores = (0..fields.tokens.len()).map(|id| -(id as f32)).collect();
             fields.unknown = fields.unknown.or(Some(0));
