@@ -20,7 +20,7 @@ output: {dir: out, save_steps: 0}
 const LIMITED: [&str; 4] = ["--memory", "100MiB", "--disk-path", "spill"];
 
 /// The same for the model in 8 bits.
-const LIMITED_QUANTIZED: [&str; 6] = ["--quantize", "q8_0", "--memory", "38MiB", "--disk-path", "spill"];
+const LIMITED_QUANTIZED: [&str; 6] = ["--quantize", "q8_0", "--memory", "44MiB", "--disk-path", "spill"];
 
 fn model() -> tempfile::TempDir {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
