@@ -142,7 +142,8 @@ impl Engine {
                 "--threads is {threads}; at most {MOST_THREADS} can be used"
             )));
         }
-        let pool = Pool::new(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
+        let pool =
+            Pool::on_own_cores(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
         Ok(Engine { hardware, pool: Arc::new(pool), isa, card: None, again, speeds: OnceCell::new() })
     }
 

@@ -3,12 +3,14 @@
 //! `cargo run --release -p plimsoll-device --example decode_bench [threads] [positions]`, for the heads of SmolLM2-135M
 //! (9 queries, 3 keys, 64 wide, 30 layers). What is printed are the best and the median of several tokens.
 
+use std::sync::Arc;
 use std::time::Instant;
 
+use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{
-    Attention, AttentionShape, Compute, Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Tensor,
+    Attention, AttentionShape, Compute, Cpu, DType, Device, DeviceError, DeviceExt, Tensor,
 };
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Tag, usable_cores};
 
 const LAYERS: usize = 30;
 const HEADS: u64 = 9;
@@ -20,7 +22,8 @@ fn main() -> Result<(), DeviceError> {
     let mut arguments = std::env::args().skip(1).map(|n| n.parse().ok());
     let threads = arguments.next().flatten();
     let positions = arguments.next().flatten().map_or(2048, |n: usize| n as u64);
-    let cpu = Cpu::new(1 << 30, CpuOptions { threads, isa: None })?;
+    let pool = Pool::on_own_cores(threads.unwrap_or_else(usable_cores), Cpu::SCRATCH_BYTES)?;
+    let cpu = Cpu::with_pool(Arc::new(pool), Isa::detect(), 1 << 30)?;
     println!("{} threads, {}, {positions} positions", cpu.threads(), cpu.isa());
     println!("{:6} {:>12} {:>12} {:>10} {:>9}", "cache", "best ms", "median ms", "MB", "best GB/s");
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::Q8_0, DType::Q4_0, DType::Q4_1] {

@@ -5,15 +5,16 @@
 //! reads and writes by its shapes, so a kernel that reads its input twice, or whose outputs have to be fetched before
 //! they are written, can stay under 1 without doing anything wrong.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use plimsoll_device::cpu::Isa;
+use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::{
-    Activation, Adam, BLOCK_8BIT, Codes, Cpu, CpuOptions, DType, Device, DeviceError, DeviceExt, Elementwise,
-    Embedding, Glu, Lion, Loss, Norm, Op, PIECE_ROWS, Position, Product, Reduction, RotatedHeads, Rounding,
-    Rule, Tensor, Update,
+    Activation, Adam, BLOCK_8BIT, Codes, Cpu, DType, Device, DeviceError, DeviceExt, Elementwise, Embedding,
+    Glu, Lion, Loss, Norm, Op, PIECE_ROWS, Position, Product, Reduction, RotatedHeads, Rounding, Rule,
+    Tensor, Update,
 };
-use plimsoll_memory::Tag;
+use plimsoll_memory::{Tag, usable_cores};
 
 const ROUNDS: usize = 15;
 
@@ -27,7 +28,8 @@ fn main() -> Result<(), DeviceError> {
         _ => None,
     });
     let only_optimizers = arguments.next().is_some_and(|kernels| kernels == "optimizers");
-    let bench = Bench { cpu: Cpu::new(3 << 30, CpuOptions { threads, isa })? };
+    let pool = Pool::on_own_cores(threads.unwrap_or_else(usable_cores), Cpu::SCRATCH_BYTES)?;
+    let bench = Bench { cpu: Cpu::with_pool(Arc::new(pool), isa.unwrap_or_else(Isa::detect), 3 << 30)? };
     println!("{} threads, {}", bench.cpu.threads(), bench.cpu.isa());
     println!("{:34} {:>14} {:>9} {:>9} {:>9} {:>7}", "kernel", "shape", "ms", "GB/s", "copy GB/s", "ratio");
     for dtype in [DType::F32, DType::Bf16] {

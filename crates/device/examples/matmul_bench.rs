@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         _ => Isa::detect(),
     };
     let isa = isa.min(Isa::detect());
-    let bench = Bench { pool: Pool::new(threads, SCRATCH_BYTES)?, isa };
+    let bench = Bench { pool: Pool::on_own_cores(threads, SCRATCH_BYTES)?, isa };
     match arguments.next().as_deref() {
         Some("frozen") => bench.frozen(),
         Some("decoding") => bench.decoding(&arguments.collect::<Vec<_>>()),

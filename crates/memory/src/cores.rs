@@ -1,7 +1,7 @@
 //! Which cores threads run on.
 //!
-//! A pool of kernels keeps each of its threads, the caller's among them, to a core. A thread begins on its maker's cores: whoever
-//! starts one for other work lets it [run on all](run_on_all_cores), or it shares a single core with a busy thread.
+//! A pool of kernels that has as many threads as there are cores keeps each, the caller among them, to one. A thread begins on its
+//! maker's cores: whoever starts one for other work lets it [run on all](run_on_all_cores), or it shares a single core with a busy thread.
 
 use std::num::NonZero;
 use std::sync::OnceLock;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use plimsoll_memory::{Arena, CopyError, FarMemory, Loan, Region, Reservation, Tier};
 
 use super::kernels::{Exec, Simd, attention};
+use super::pool::WithCaller;
 use super::run::{KernelCall, run};
 use super::slices::Slices;
 use super::{Isa, Pool};
@@ -32,7 +33,7 @@ pub struct Cpu {
     memory: RefCell<Memory>,
     /// What operations have needed of it, at most.
     workspace: Cell<Workspace>,
-    pool: Arc<Pool>,
+    pool: WithCaller,
     simd: Simd,
 }
 
@@ -45,7 +46,7 @@ struct Memory {
 }
 
 impl Cpu {
-    /// A device with an arena of `arena_bytes` and threads of its own.
+    /// A device with an arena of `arena_bytes` and threads of its own, which the system places.
     pub fn new(arena_bytes: u64, options: CpuOptions) -> Result<Cpu, DeviceError> {
         let cores = || std::thread::available_parallelism().map_or(1, NonZero::get);
         let threads = options.threads.unwrap_or_else(cores);
@@ -53,7 +54,8 @@ impl Cpu {
         Cpu::with_pool(Arc::new(pool), options.isa.unwrap_or_else(Isa::detect), arena_bytes)
     }
 
-    /// A device that shares its threads with others. The pool's scratch must be of [`Cpu::SCRATCH_BYTES`] at least.
+    /// A device that shares its threads with others. The pool's scratch must be of [`Cpu::SCRATCH_BYTES`] at least. Where the pool
+    /// has a core for each thread, the calling thread keeps to one while the device lives.
     pub fn with_pool(pool: Arc<Pool>, isa: Isa, arena_bytes: u64) -> Result<Cpu, DeviceError> {
         let memory = Memory {
             arena: Arc::new(Reservation::new(arena_bytes)?),
@@ -65,7 +67,7 @@ impl Cpu {
             traits: DeviceTraits::CPU,
             memory: RefCell::new(memory),
             workspace: Cell::default(),
-            pool,
+            pool: WithCaller::new(pool),
             simd: Simd::new(isa),
         })
     }

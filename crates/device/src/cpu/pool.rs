@@ -1,4 +1,4 @@
-//! A fork-join pool: one caller, pinned workers, tasks taken in order from a shared counter.
+//! A fork-join pool: one caller, workers, tasks taken in order from a shared counter.
 //!
 //! Or from a counter for each thread: then a thread takes tasks that follow each other, and those of others when its own
 //! are done. Where tasks stream through memory this is worth much: caches fetch ahead what the same core asks for next.
@@ -35,6 +35,11 @@ impl Patience {
     const OWN_CORE: Patience = Patience { spins: 2000, yields: 100 };
     /// What is waited for may need this very core.
     const SHARED_CORE: Patience = Patience { spins: 0, yields: 2 };
+
+    /// That of so many threads, which have the cores to themselves.
+    fn of(threads: usize) -> Patience {
+        if threads > usable_cores() { Patience::SHARED_CORE } else { Patience::OWN_CORE }
+    }
 }
 
 /// A job that has taken so long and is not done is worth waking others for.
@@ -48,8 +53,10 @@ pub struct Pool {
     common: Reservation,
     workers: Vec<JoinHandle<()>>,
     caller: Mutex<()>,
-    /// The thread that made the pool, if it was pinned.
-    pinned: Option<Pinned>,
+    /// Those that its threads keep to, one each.
+    cores: Option<&'static [usize]>,
+    /// The thread that runs jobs, while it is kept to a core.
+    kept: Mutex<Kept>,
 }
 
 /// What a task is given.
@@ -247,32 +254,55 @@ impl Pool {
     /// Size of the buffer that all threads share, in bytes. Pages that no kernel touches are never committed.
     pub const COMMON_BYTES: usize = 6 << 20;
 
-    /// A pool of `threads` threads, the caller's included, each with `scratch_bytes` of scratch.
+    /// A pool of `threads` threads, the caller's included, each with `scratch_bytes` of scratch. It takes no core from others:
+    /// the system places its threads, and those without a job sleep at once.
     ///
     /// Its memory is `threads` times that, and [`COMMON_BYTES`](Self::COMMON_BYTES) once.
+    ///
+    /// # Errors
+    /// There is no memory for it.
     pub fn new(threads: usize, scratch_bytes: usize) -> Result<Pool, ReservationError> {
+        Pool::build(threads, scratch_bytes, Patience::SHARED_CORE, None)
+    }
+
+    /// The same for a program whose only busy threads these are: those without a job look out for the next one for a while. Where
+    /// there are as many threads as cores, each keeps to one; the caller to the first, while a [device](super::Cpu) has the pool.
+    /// Of fewer threads, which cores are free and which two are one is left to the system.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub fn on_own_cores(threads: usize, scratch_bytes: usize) -> Result<Pool, ReservationError> {
+        let (cores, patience) = (allowed_cores(), Patience::of(threads));
+        let one_each = threads > 1 && threads == cores.len();
+        Pool::build(threads, scratch_bytes, patience, one_each.then_some(cores))
+    }
+
+    fn build(
+        threads: usize,
+        scratch_bytes: usize,
+        patience: Patience,
+        cores: Option<&'static [usize]>,
+    ) -> Result<Pool, ReservationError> {
         let threads = threads.max(1);
         let scratch =
             (0..threads).map(|_| Reservation::new(scratch_bytes as u64)).collect::<Result<Vec<_>, _>>()?;
         let common = Reservation::new(Self::COMMON_BYTES as u64)?;
-        let cores = allowed_cores();
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),
             gate: Gate(AtomicU64::new(0)),
             next_tasks: (0..threads).map(|_| NextTask::default()).collect(),
             closing: AtomicBool::new(false),
             panic: Mutex::new(None),
-            patience: if threads > usable_cores() { Patience::SHARED_CORE } else { Patience::OWN_CORE },
+            patience,
             idle: Bed::default(),
             done: Bed::default(),
         });
-        let pinned = (threads > 1).then(|| Pinned::to_first_of(cores));
         let mut workers = Vec::new();
         for index in 1..threads {
             let shared = Arc::clone(&shared);
             let scratch = ScratchPointer(scratch[index].as_ptr(), scratch[index].len());
             let thread = std::thread::Builder::new().name(format!("plimsoll-{index}")).spawn(move || {
-                pin(cores, index);
+                pin(cores.unwrap_or_default(), index);
                 // SAFETY: the reservation outlives the worker, which `Pool::drop` joins first, and only this
                 // worker uses it.
                 let scratch = unsafe { scratch.slice() };
@@ -284,7 +314,7 @@ impl Pool {
                 Err(_) => break,
             }
         }
-        Ok(Pool { shared, scratch, common, workers, caller: Mutex::new(()), pinned })
+        Ok(Pool { shared, scratch, common, workers, caller: Mutex::new(()), cores, kept: Mutex::default() })
     }
 
     /// Number of threads, the caller's included.
@@ -385,9 +415,6 @@ impl Drop for Pool {
             // A worker's panic was already raised in `run`.
             let _ = worker.join();
         }
-        if let Some(pinned) = &self.pinned {
-            pinned.release();
-        }
     }
 }
 
@@ -441,28 +468,58 @@ fn pin(cores: &[usize], index: usize) {
     }
 }
 
-/// A thread that keeps to one core, and goes back to all of them when its pool ends: threads and processes that it
-/// starts later would inherit the one.
-struct Pinned {
+/// A pool, and the thread that runs jobs on it: where the pool's threads have a core each, that thread keeps to the first one while
+/// anybody holds it so. Later it goes back to all: threads and processes that it starts would inherit the one.
+pub(super) struct WithCaller(Arc<Pool>);
+
+/// The thread that is kept to a core, and how many hold it there.
+#[derive(Default)]
+struct Kept {
     thread: i32,
-    cores: &'static [usize],
+    holders: u32,
 }
 
-impl Pinned {
-    /// Pins the calling thread.
-    fn to_first_of(cores: &'static [usize]) -> Pinned {
-        pin(cores, 0);
-        // SAFETY: the call has no conditions.
-        #[cfg(target_os = "linux")]
-        let thread = unsafe { libc::gettid() };
-        #[cfg(not(target_os = "linux"))]
-        let thread = 0;
-        Pinned { thread, cores }
+impl WithCaller {
+    /// The calling thread is the one.
+    pub(super) fn new(pool: Arc<Pool>) -> WithCaller {
+        let mut kept = lock(&pool.kept);
+        kept.holders += 1;
+        if let (1, Some(cores)) = (kept.holders, pool.cores) {
+            kept.thread = this_thread();
+            pin(cores, 0);
+        }
+        drop(kept);
+        WithCaller(pool)
     }
+}
 
-    fn release(&self) {
-        keep_to(self.thread, self.cores);
+impl std::ops::Deref for WithCaller {
+    type Target = Arc<Pool>;
+
+    fn deref(&self) -> &Arc<Pool> {
+        &self.0
     }
+}
+
+impl Drop for WithCaller {
+    fn drop(&mut self) {
+        let mut kept = lock(&self.0.kept);
+        kept.holders -= 1;
+        if let (0, Some(cores)) = (kept.holders, self.0.cores) {
+            keep_to(kept.thread, cores);
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn this_thread() -> i32 {
+    // SAFETY: the call has no conditions.
+    unsafe { libc::gettid() }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn this_thread() -> i32 {
+    0
 }
 
 #[cfg(test)]
@@ -512,20 +569,25 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn the_caller_is_pinned_while_the_pool_lives() {
-        let cores = || {
-            // SAFETY: the set is plain data that the call fills in; its size is passed.
-            unsafe {
-                let mut set: libc::cpu_set_t = std::mem::zeroed();
-                libc::sched_getaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &mut set);
-                libc::CPU_COUNT(&set)
-            }
+    fn the_caller_keeps_to_a_core_while_a_device_wants_it_and_threads_have_one_each() {
+        let cores = || plimsoll_memory::cores_of_process().len();
+        let allowed = allowed_cores().len();
+        let one = if allowed > 1 { 1 } else { allowed };
+        let seen = |pool: Result<Pool, ReservationError>| {
+            let pool = Arc::new(pool.unwrap());
+            let before = cores();
+            let first = WithCaller::new(Arc::clone(&pool));
+            let with_one = cores();
+            let second = WithCaller::new(Arc::clone(&pool));
+            drop(first);
+            let with_the_other = cores();
+            drop(second);
+            [before, with_one, with_the_other, cores()]
         };
-        let allowed = allowed_cores().len() as i32;
-        let pool = Pool::new(2, 64).unwrap();
-        assert_eq!(cores(), 1);
-        drop(pool);
-        assert_eq!(cores(), allowed);
+        assert_eq!(seen(Pool::on_own_cores(allowed, 64)), [allowed, one, one, allowed]);
+        assert_eq!(seen(Pool::on_own_cores(allowed + 1, 64)), [allowed; 4]);
+        assert_eq!(seen(Pool::on_own_cores(1, 64)), [allowed; 4]);
+        assert_eq!(seen(Pool::new(allowed, 64)), [allowed; 4]);
     }
 
     #[test]

@@ -13,6 +13,15 @@ use plimsoll_device::cuda::{SOURCES, SOURCES_80, SOURCES_90};
 const FLAGS: [&str; 7] =
     ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread"];
 
+/// What this machine can do beside: 16-bit floats in one instruction, more sums at once, all with the same bits.
+fn own_flags() -> &'static [&'static str] {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+        return &["-mavx2", "-mf16c"];
+    }
+    &[]
+}
+
 /// The library, named as drivers name it, in a folder of its own. It is made once for the sources as they are.
 pub fn library() -> Option<&'static Path> {
     static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
@@ -27,8 +36,9 @@ fn make() -> Result<PathBuf, String> {
     let parts = SOURCES.iter().chain(&SOURCES_80).chain(&SOURCES_90).map(|(_, source)| *source);
     let parts = [include_str!("on_cpu.h")].into_iter().chain(parts).chain([include_str!("driver.cpp")]);
     let source: String = parts.flat_map(|part| [part, "\n"]).collect();
+    let flags = [&FLAGS[..], own_flags()].concat();
     let mut hasher = DefaultHasher::new();
-    (&source, FLAGS).hash(&mut hasher);
+    (&source, &flags).hash(&mut hasher);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
     let library = folder.join("libcuda.so.1");
     if library.exists() {
@@ -39,7 +49,7 @@ fn make() -> Result<PathBuf, String> {
     std::fs::create_dir_all(&folder).map_err(words)?;
     let (written, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
     std::fs::write(&written, source).map_err(words)?;
-    let compiled = Command::new("c++").args(FLAGS).arg("-o").arg(&made).arg(&written).output();
+    let compiled = Command::new("c++").args(flags).arg("-o").arg(&made).arg(&written).output();
     let compiled = compiled.map_err(|error| format!("no C++ compiler: {error}"))?;
     if !compiled.status.success() {
         panic!("the kernels do not compile:\n{}", String::from_utf8_lossy(&compiled.stderr));

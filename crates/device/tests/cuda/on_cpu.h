@@ -491,12 +491,37 @@ struct Operand {
         : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4), across(across) {
         check(bits >> 62 == 1, "a tile whose lines are not placed by turns of 128 bytes");
     }
-    float at(unsigned outer, unsigned k) const {
-        uint64_t along = start + outer / 8 * stride + outer % 8 * 128 + 2 * k;
-        uint64_t over = start + outer / 64 * leading + k / 8 * stride + k % 8 * 128 + 2 * (outer % 64);
-        uint16_t number;
-        memcpy(&number, shared_tiles() + turned(across ? over : along), 2);
-        return bf16_number(number);
+    // What lies at a place of the outer length and the next one, an even one first: sixteen numbers along the inner length of each.
+    void pair(unsigned outer, float (*numbers)[2]) const {
+        const unsigned char* tiles = shared_tiles();
+        if (across) {
+            uint64_t over = start + outer / 64 * leading + 2 * (outer % 64);
+            for (unsigned k = 0; k < 16; k++) {
+                uint16_t two[2];
+                memcpy(two, tiles + turned(over + k / 8 * stride + k % 8 * 128), sizeof two);
+                for (unsigned i = 0; i < 2; i++) numbers[k][i] = bf16_number(two[i]);
+            }
+            return;
+        }
+        for (unsigned i = 0; i < 2; i++) line(outer + i, numbers[0] + i, 2);
+    }
+    // The sixteen of one place, each `apart` after the one before. Eight that follow each other are turned together.
+    void line(unsigned outer, float* numbers, unsigned apart) const {
+        const unsigned char* tiles = shared_tiles();
+        if (across) {
+            uint64_t over = start + outer / 64 * leading + 2 * (outer % 64);
+            for (unsigned k = 0; k < 16; k++) {
+                uint16_t number;
+                memcpy(&number, tiles + turned(over + k / 8 * stride + k % 8 * 128), 2);
+                numbers[k * apart] = bf16_number(number);
+            }
+            return;
+        }
+        for (unsigned half = 0; half < 2; half++) {
+            uint16_t eight[8];
+            memcpy(eight, tiles + turned(start + outer / 8 * stride + outer % 8 * 128 + 16 * half), sizeof eight);
+            for (unsigned k = 0; k < 8; k++) numbers[(8 * half + k) * apart] = bf16_number(eight[k]);
+        }
     }
 };
 
@@ -572,15 +597,12 @@ template <unsigned COLUMNS, bool A_ACROSS, bool B_ACROSS>
 inline void multiply_tiles(float* sums, unsigned long long a, unsigned long long b) {
     on_cpu::Operand of_a(a, A_ACROSS), of_b(b, B_ACROSS);
     unsigned thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
-    float rows[2][16], own[16];
-    for (unsigned k = 0; k < 16; k++)
-        for (unsigned half = 0; half < 2; half++) rows[half][k] = of_a.at(row + 8 * half, k);
-    for (unsigned i = 0; i < COLUMNS / 4; i++) {
-        for (unsigned k = 0; k < 16; k++) own[k] = of_b.at(column + i / 2 * 8 + i % 2, k);
-        for (unsigned half = 0; half < 2; half++) {
-            float& sum = sums[i / 2 * 4 + half * 2 + i % 2];
-            for (unsigned k = 0; k < 16; k++) sum += rows[half][k] * own[k];
-        }
+    float rows[2][16], own[16][2];
+    for (unsigned half = 0; half < 2; half++) of_a.line(row + 8 * half, rows[half], 1);
+    for (unsigned j = 0; j < COLUMNS / 8; j++) {
+        of_b.pair(column + 8 * j, own);
+        for (unsigned k = 0; k < 16; k++)
+            for (unsigned n = 0; n < 4; n++) sums[4 * j + n] += rows[n / 2][k] * own[k][n % 2];
     }
 }
 
@@ -602,11 +624,10 @@ template <unsigned COLUMNS> inline void multiply_rows(float* sums, const unsigne
         all.a[group + (i / 2 % 2) * 8][2 * t + i % 2 + i / 4 * 8] = number;
     }
     on_cpu::give_way(on_cpu::AT_WARP);
-    for (unsigned i = 0; i < COLUMNS / 4; i++) {
-        unsigned column = 2 * t + i / 2 * 8 + i % 2;
-        for (unsigned half = 0; half < 2; half++) {
-            float& sum = sums[i / 2 * 4 + half * 2 + i % 2];
-            for (unsigned k = 0; k < 16; k++) sum += all.a[group + 8 * half][k] * of_b.at(column, k);
-        }
+    float own[16][2];
+    for (unsigned j = 0; j < COLUMNS / 8; j++) {
+        of_b.pair(8 * j + 2 * t, own);
+        for (unsigned k = 0; k < 16; k++)
+            for (unsigned n = 0; n < 4; n++) sums[4 * j + n] += all.a[group + n / 2 * 8][k] * own[k][n % 2];
     }
 }
