@@ -202,7 +202,8 @@ pub struct MachineArgs {
 pub struct PlanArgs {
     #[command(flatten)]
     pub source: ConfigSource,
-    /// Plan what a file of another program says: DeepSpeed's JSON, TrainingArguments as JSON, or axolotl's YAML. Flags go over it
+    /// Plan what a file of another program says: DeepSpeed's JSON, TrainingArguments, axolotl, LLaMA-Factory, torchtune, accelerate, PEFT's
+    /// adapter_config, or a training script. Flags go over it
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub import: Option<PathBuf>,
     /// Plan a run of another stack: hf, peft, torchtune, litgpt, deepspeed, fsdp or unsloth. The other flags are then those of `estimate`

@@ -250,6 +250,8 @@ fn far(loans: &mut [Loan], buffer: usize) -> Result<&mut dyn plimsoll_memory::Fa
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use plimsoll_device::{Cpu, CpuOptions, DeviceExt, DeviceTraits, Elementwise};
     use plimsoll_memory::Tag;
 
@@ -270,7 +272,7 @@ mod tests {
     }
 
     /// Each rank's element of a buffer to all.
-    fn gather(ranks: &Wired<ThreadRank>, device: &Cpu, value: f32) -> Ticket {
+    fn gather(ranks: &Wired<Arc<ThreadRank>>, device: &Cpu, value: f32) -> Ticket {
         let whole = buffer(device, u64::from(ranks.size()));
         let mut values = vec![0.0; ranks.size() as usize];
         values[ranks.rank() as usize] = value;

@@ -20,6 +20,24 @@ pub trait Transport {
     ) -> Result<(), TransportError>;
 }
 
+impl<T: Transport> Transport for std::sync::Arc<T> {
+    fn rank(&self) -> u32 {
+        T::rank(self)
+    }
+
+    fn size(&self) -> u32 {
+        T::size(self)
+    }
+
+    fn send_receive(
+        &self,
+        send: Option<(u32, &[u8])>,
+        receive: Option<(u32, &mut [u8])>,
+    ) -> Result<(), TransportError> {
+        T::send_receive(self, send, receive)
+    }
+}
+
 /// Bytes did not arrive.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TransportError {

@@ -2,6 +2,8 @@
 
 use std::cell::Cell;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Builder;
 
 use plimsoll_device::{Collective, Communicated, Device, Tensor};
@@ -16,6 +18,10 @@ use crate::{CommunicationError, Communicator, Exchange, Ticket, Transport, Trans
 pub struct Wired<T> {
     /// The thread that speaks to the others, together with that of its groups.
     line: Rc<Worker<T>>,
+    /// The same transport, where any thread may speak by it.
+    direct: Option<Rc<T>>,
+    /// Exchanges that were begun on the line and are not done, of its groups too.
+    under_way: Arc<AtomicUsize>,
     rank: u32,
     size: u32,
     /// The numbers of a group's ranks among all.
@@ -24,13 +30,15 @@ pub struct Wired<T> {
     sent: Rc<Cell<Communicated>>,
 }
 
-impl<T: Transport + Send + 'static> Wired<T> {
-    /// The rank that the transport is of.
+impl<T: Transport + Send + Sync + 'static> Wired<Arc<T>> {
+    /// The rank that the transport is of. Any thread may speak by it: what nothing is under way before goes without the other thread.
     ///
     /// # Errors
     /// The system starts no more threads.
-    pub fn new(transport: T) -> Result<Wired<T>, TransportError> {
-        Wired::start(|| Ok(transport))
+    pub fn new(transport: T) -> Result<Wired<Arc<T>>, TransportError> {
+        let transport = Arc::new(transport);
+        let direct = Some(Rc::new(Arc::clone(&transport)));
+        Wired::start(|| Ok(transport)).map(|wired| Wired { direct, ..wired })
     }
 }
 
@@ -46,15 +54,20 @@ impl<T: Transport + 'static> Wired<T> {
         let line = Worker::start(Builder::new().name("ranks".into()), make)?;
         let place = line.run(|transport| (transport.rank(), transport.size()));
         let (rank, size) = place.ok_or(TransportError::Stopped)?;
-        Ok(Wired { line: Rc::new(line), rank, size, members: None, sent: Rc::default() })
+        let (line, under_way) = (Rc::new(line), Arc::default());
+        Ok(Wired { line, direct: None, under_way, rank, size, members: None, sent: Rc::default() })
     }
 
-    /// Does something on the thread that speaks to the others, behind everything that was begun before, and waits for it.
+    /// Does something on the thread that speaks to the others, behind everything that was begun before, and waits for it. Where any
+    /// thread may speak, and nothing is under way, this one does it.
     ///
     /// # Errors
     /// The thread has ended.
     pub fn on_line<R: Send>(&self, work: impl FnOnce(&T) -> R + Send) -> Result<R, TransportError> {
-        self.line.run(work).ok_or(TransportError::Stopped)
+        match &self.direct {
+            Some(transport) if self.under_way.load(Ordering::Acquire) == 0 => Ok(work(transport)),
+            _ => self.line.run(work).ok_or(TransportError::Stopped),
+        }
     }
 
     /// Sends and receives, and waits for both.
@@ -87,9 +100,17 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
 
     fn group(&self, members: Vec<u32>) -> Result<Box<dyn Communicator + '_>, CommunicationError> {
         let rank = place_among(self.rank, &members)?;
-        let (line, sent, size) = (Rc::clone(&self.line), Rc::clone(&self.sent), members.len() as u32);
+        let size = members.len() as u32;
         let members = Some(among_all(&members, self.members.as_deref())?);
-        Ok(Box::new(Wired { line, rank, size, members, sent }))
+        Ok(Box::new(Wired {
+            line: Rc::clone(&self.line),
+            direct: self.direct.clone(),
+            under_way: Arc::clone(&self.under_way),
+            rank,
+            size,
+            members,
+            sent: Rc::clone(&self.sent),
+        }))
     }
 
     fn begin(&self, device: &dyn Device, exchange: Exchange<'_>) -> Result<Ticket, CommunicationError> {
@@ -102,8 +123,14 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
             self.count(Communicated::of(within, span.bytes.end - span.bytes.start));
         }
         let members = self.members.clone();
+        let under_way = Arc::clone(&self.under_way);
         let carry_out = move |carried: Carried| {
-            self.line.begin(move |transport| carried.carry_out(&Members::of(transport, members.as_deref())))
+            under_way.fetch_add(1, Ordering::Relaxed);
+            self.line.begin(move |transport| {
+                let outcome = carried.carry_out(&Members::of(transport, members.as_deref()));
+                under_way.fetch_sub(1, Ordering::Release);
+                outcome
+            })
         };
         Ok(outgoing.begin(carry_out))
     }

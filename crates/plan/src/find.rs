@@ -120,14 +120,20 @@ impl Finder<'_> {
         let (Some(key), base, step) = (sought.key(), self.prepared(sought)?, self.step_of(sought)) else {
             return Err(FindError::Pointless("a device is looked for by plimsoll plan --find hardware"));
         };
-        let with = |value: u64| -> Result<RawConfig, FindError> {
-            let mut config = base.clone();
+        // Of a batch that is given in all, what divides it.
+        let shares = self.shares(sought);
+        let number = |place: u64| match &shares {
+            Some(shares) => shares.get(place.saturating_sub(1) as usize).copied().unwrap_or(1),
             // A sequence has two tokens at least.
-            let value = if sought == Sought::SequenceLength { (value * step).max(2) } else { value * step };
-            config.apply_set(&format!("{key}={value}"))?;
+            None if sought == Sought::SequenceLength => (place * step).max(2),
+            None => place * step,
+        };
+        let with = |place: u64| -> Result<RawConfig, FindError> {
+            let mut config = base.clone();
+            config.apply_set(&format!("{key}={}", number(place)))?;
             Ok(config)
         };
-        let most = self.most_of(sought) / step;
+        let most = shares.as_ref().map_or(self.most_of(sought) / step, |shares| shares.len() as u64);
         let mut tried = 0;
         let mut shortages = |value: u64| -> Result<Vec<Shortage>, FindError> {
             tried += 1;
@@ -141,9 +147,9 @@ impl Finder<'_> {
         };
         let next = (value < most).then(|| value + 1);
         let next =
-            next.map(|next| Ok::<_, FindError>(((next * step).to_string(), shortages(next)?))).transpose()?;
+            next.map(|next| Ok::<_, FindError>((number(next).to_string(), shortages(next)?))).transpose()?;
         let plan = TrainingPlan::for_model(&with(value)?, self.origin, self.machine)?;
-        Ok(Some(Found { value: (value * step).to_string(), plan, next, tried }))
+        Ok(Some(Found { value: number(value).to_string(), plan, next, tried }))
     }
 
     /// The model of the catalogue with the most parameters that fits.
@@ -183,6 +189,7 @@ impl Finder<'_> {
     fn prepared(&self, sought: Sought) -> Result<RawConfig, FindError> {
         let mut config = self.config.clone();
         match sought {
+            Sought::BatchSize if self.shares(sought).is_some() => {}
             Sought::BatchSize => {
                 config.training.effective_batch_size = None;
                 if config.training.gradient_accumulation_steps().set().is_none() {
@@ -197,6 +204,18 @@ impl Finder<'_> {
             _ => {}
         }
         Ok(config)
+    }
+
+    /// The micro-batches that a batch given in all can be made of, rising: its divisors. `None` where the micro-batches of a step are
+    /// given, or nothing is.
+    fn shares(&self, sought: Sought) -> Option<Vec<u64>> {
+        let training = &self.config.training;
+        let whole = training.effective_batch_size.and_then(Auto::set).filter(|_| {
+            sought == Sought::BatchSize && training.gradient_accumulation_steps().set().is_none()
+        })?;
+        let ranks = self.config.parallel.data_parallel().max(1);
+        let own = if whole.is_multiple_of(ranks) { whole / ranks } else { whole };
+        Some((1..=own.min(MOST)).filter(|share| own.is_multiple_of(*share)).collect())
     }
 
     /// What the value is a multiple of.

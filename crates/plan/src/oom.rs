@@ -9,6 +9,7 @@ mod scene;
 use std::collections::VecDeque;
 use std::io::{self, BufRead};
 
+use plimsoll_memory::ByteSize;
 use serde::Serialize;
 
 pub use message::{Message, Source};
@@ -134,6 +135,9 @@ fn meaning(message: &Message, scene: &Scene) -> Vec<String> {
             }
         }
         Source::HostAllocator => say("it was the host's memory: one allocation was refused"),
+        Source::SharedMemory => say(
+            "it was /dev/shm, through which data workers hand over their batches: a container has 64 MiB of it by itself",
+        ),
         Source::Library => say(
             "a library could not take its own workspace: the allocator had left it nothing, so the device was full already",
         ),
@@ -145,10 +149,29 @@ fn meaning(message: &Message, scene: &Scene) -> Vec<String> {
                 "one tensor alone is larger than the device: attention scores or logits of a whole batch, most often",
             );
         }
-        if let Some(others) = message.others().filter(|others| *others > GIB) {
+        if let Some(allowed) = message.allowed {
             all.push(format!(
-                "other processes, or this one outside of the allocator, hold {}",
-                plimsoll_memory::ByteSize(others)
+                "this process may have {} of the device (set_per_process_memory_fraction), whatever is free",
+                ByteSize(allowed)
+            ));
+        }
+        if message.was_free() {
+            all.push(
+                "more was free than was asked for: another process took it and gave it back, or the driver could not map it"
+                    .to_owned(),
+            );
+        }
+        if let Some(others) = message.others().filter(|others| *others > GIB) {
+            let who = match message.outside() {
+                Some(_) => "other processes hold",
+                None => "other processes, or this one outside of the allocator, hold",
+            };
+            all.push(format!("{who} {}", ByteSize(others)));
+        }
+        if let Some(outside) = message.outside().filter(|outside| *outside > GIB) {
+            all.push(format!(
+                "this process holds {} outside of the allocator: the context, and the buffers of NCCL and other libraries",
+                ByteSize(outside)
             ));
         }
         if message.is_fragmented() {
@@ -166,6 +189,12 @@ fn meaning(message: &Message, scene: &Scene) -> Vec<String> {
 fn remedies(message: &Message, scene: &Scene) -> Vec<Remedy> {
     let remedy = |what, why| Remedy { what, why };
     let mut all = Vec::new();
+    if message.source == Source::SharedMemory {
+        all.push(remedy(
+            "a larger /dev/shm (docker run --shm-size=16g, or --ipc=host)",
+            "workers hand over batches there",
+        ));
+    }
     if !message.source.is_device() && message.source != Source::Library {
         all.extend([
             remedy(
@@ -187,7 +216,13 @@ fn remedies(message: &Message, scene: &Scene) -> Vec<Remedy> {
         ]);
         return all;
     }
-    if message.others().is_some_and(|others| others > GIB) {
+    if message.allowed.is_some() {
+        all.push(remedy(
+            "a larger fraction in set_per_process_memory_fraction",
+            "the limit was the process's own",
+        ));
+    }
+    if message.others().is_some_and(|others| others > GIB) && message.allowed.is_none() {
         all.push(remedy(
             "end the other processes (nvidia-smi lists them)",
             "what they hold comes back at once",

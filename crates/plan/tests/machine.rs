@@ -197,11 +197,7 @@ fn the_largest_that_fits_is_the_last_that_does() {
         "memory.offload={optimizer: device, parameters: device, gradients: device, activations: device}";
     let adapters = ["training.method=lora", "training.mixed_precision=bf16", stay];
     for (sought, key, set) in [
-        (
-            Sought::BatchSize,
-            "training.batch_size",
-            &["training.effective_batch_size=6", "data.sequence_length=256", stay][..],
-        ),
+        (Sought::BatchSize, "training.batch_size", &["data.sequence_length=256", stay][..]),
         (Sought::SequenceLength, "data.sequence_length", &["training.batch_size=64", stay]),
         (Sought::Rank, "training.lora.rank", &adapters),
     ] {
@@ -224,6 +220,22 @@ fn the_largest_that_fits_is_the_last_that_does() {
         over.apply_set(&format!("{key}={next}")).unwrap();
         let plan = TrainingPlan::for_model(&over, &origin, &machine).unwrap();
         assert!(!plan.fits(), "{sought:?} {next}");
+    }
+    // Of a batch that is given in all, a micro-batch is a part.
+    for whole in [6, 4096] {
+        let whole = format!("training.effective_batch_size={whole}");
+        let set = [whole.as_str(), "data.sequence_length=256", stay];
+        let (config, origin) = (configured(&set), origin("smollm2-360m"));
+        let question = Finder { config: &config, origin: &origin, machine: &machine };
+        let found = question.largest(Sought::BatchSize).unwrap().unwrap();
+        let with = |value: &str| {
+            let mut config = configured(&set);
+            config.apply_set(&format!("training.batch_size={value}")).unwrap();
+            TrainingPlan::for_model(&config, &origin, &machine).unwrap().fits()
+        };
+        assert!(with(&found.value), "{whole} {}", found.value);
+        assert!(found.next.is_none_or(|(next, _)| !with(&next)), "{whole} {}", found.value);
+        assert!(whole.ends_with("=6") && found.value == "6" || whole.ends_with("=4096"), "{}", found.value);
     }
     let (config, origin) =
         (configured(&["training.batch_size=1", "data.sequence_length=256", stay]), origin("gpt2"));

@@ -23,6 +23,21 @@ pub struct Imported {
     pub left: Vec<String>,
 }
 
+/// Whose file it is that has an optimizer which counts before that of others.
+pub const DEEPSPEED: &str = "DeepSpeed's JSON";
+
+/// What makes adapters of one model unlike each other, and what is taken instead.
+const UNIFORM: [(&str, &str); 5] = [
+    ("layers_to_transform", "adapters are counted in every layer"),
+    ("layers_pattern", "adapters are counted in every layer"),
+    ("exclude_modules", "adapters are counted in all of target_modules"),
+    ("rank_pattern", "every adapter is counted with r"),
+    ("target_parameters", "adapters of parameters are not counted"),
+];
+
+/// Values that say nothing.
+const NOTHING: [&str; 5] = ["", "{}", "[]", "null", "None"];
+
 /// A file that says what model it is, and nothing else.
 const MODEL: &str = "a model's config.json";
 
@@ -38,27 +53,37 @@ impl Imported {
             let keys = [("model".to_owned(), json!(path.display().to_string()))].into_iter().collect();
             return Ok(Imported { program: MODEL.to_owned(), keys, left: Vec::new() });
         }
+        let of_bits = ["bnb_4bit_quant_type", "load_in_4bit", "load_in_8bit"].into_iter().any(has);
         let program = match file.program {
-            _ if has("peft_type") => "PEFT's adapter_config",
-            "TrainingArguments" if has("bnb_4bit_quant_type") || has("load_in_4bit") => "BitsAndBytesConfig",
+            "TrainingArguments" if of_bits && !has("per_device_train_batch_size") && !has("output_dir") => {
+                "BitsAndBytesConfig"
+            }
             known => known,
         };
         let mut draft = Draft::new(program);
         let mut left = Vec::new();
         for key in &file.keys {
-            if !take(&mut draft, key) {
-                left.push(key.shown());
+            let of_key = |name: &str| key.key.split('.').next() == Some(name);
+            let note = UNIFORM.iter().find(|(name, _)| of_key(name)).map(|(_, note)| *note);
+            match note.filter(|_| !NOTHING.contains(&key.value.as_str())) {
+                Some(note) => left.push(format!("{}: {note}", key.shown())),
+                None if take(&mut draft, key) => {}
+                None => left.push(key.shown()),
             }
         }
         let mut keys = draft.finish();
-        // transformers names DeepSpeed's file in its own.
-        let named = file.keys.iter().find(|one| one.key == "deepspeed" && one.value.ends_with(".json"));
-        if let (Some(named), Some(folder)) = (named, path.parent()) {
+        // transformers names DeepSpeed's file in its own, and a launcher accelerate's.
+        for named in file.keys.iter().filter(|one| one.names_a_file()) {
+            let Some(folder) = path.parent() else { continue };
             let inner = Imported::from_file(&folder.join(&named.value))?;
             left.retain(|line| *line != named.shown());
             left.extend(inner.left);
             for (key, value) in inner.keys {
-                keys.entry(key).or_insert(value);
+                match key.as_str() {
+                    // An optimizer in DeepSpeed's file is the one that is made.
+                    "optimizer" if inner.program == DEEPSPEED => drop(keys.insert(key, value)),
+                    _ => drop(keys.entry(key).or_insert(value)),
+                }
             }
         }
         Ok(Imported { program: program.to_owned(), keys, left })
@@ -73,6 +98,7 @@ fn take(draft: &mut Draft, key: &ForeignKey) -> bool {
         .unwrap_or(&key.key);
     let of_fsdp = name.len() < key.key.len() && key.key.starts_with("fsdp_config.");
     let name = if of_fsdp { format!("fsdp_{}", name.trim_start_matches("fsdp_")) } else { name.to_owned() };
+    draft.has_fsdp |= of_fsdp || key.key == "distributed_type" && key.value == "FSDP";
     if key.value == "auto" || key.value == "null" {
         return true;
     }
@@ -115,8 +141,49 @@ mod tests {
         let found = Imported::from_file(&path).unwrap();
         assert_eq!(found.keys["zero_stage"], 2);
         assert!(found.left.is_empty(), "{:?}", found.left);
+        // The optimizer of DeepSpeed's file is the one that is made.
+        let with_optimizer = r#"{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}"#;
+        std::fs::write(folder.path().join("ds.json"), with_optimizer).unwrap();
+        assert_eq!(Imported::from_file(&path).unwrap().keys["optimizer"], "fused_adam");
         std::fs::write(&path, r#"{"optim": "sgd", "deepspeed": "no.json"}"#).unwrap();
         assert!(Imported::from_file(&path).is_err());
+    }
+
+    #[test]
+    fn a_script_is_read_with_the_file_of_its_launcher() {
+        let folder = tempfile::tempdir().unwrap();
+        let accelerate =
+            "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_offload_params: true}\n";
+        std::fs::write(folder.path().join("fsdp.yaml"), accelerate).unwrap();
+        let path = folder.path().join("run.sh");
+        let text = "accelerate launch --config_file fsdp.yaml train.py --model_max_length 512 --bf16\n";
+        std::fs::write(&path, text).unwrap();
+        let found = Imported::from_file(&path).unwrap();
+        let keys = json!({"devices": 8, "fsdp": "full_shard", "offload": "all", "sequence_length": 512, "precision": "bf16-amp",
+            "stack": "hf"});
+        assert_eq!(Value::Object(found.keys), keys, "{:?}", found.left);
+        std::fs::write(&path, "deepspeed --include localhost:0,2 train.py --bf16\n").unwrap();
+        assert_eq!(Imported::from_file(&path).unwrap().keys["devices"], 2);
+        let text = "llamafactory-cli train --finetuning_type lora --lora_rank 8 --quantization_bit 4\n";
+        std::fs::write(&path, text).unwrap();
+        let found = Imported::from_file(&path).unwrap();
+        assert_eq!(found.program, "LLaMA-Factory");
+        assert_eq!(found.keys["gradient_checkpointing"], true);
+    }
+
+    #[test]
+    fn what_makes_adapters_unlike_each_other_is_said() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("adapter_config.json");
+        let text =
+            r#"{"peft_type": "LORA", "r": 16, "rank_pattern": {"q_proj": 4}, "layers_to_transform": [0, 1]}"#;
+        std::fs::write(&path, text).unwrap();
+        let left = Imported::from_file(&path).unwrap().left;
+        let ends = ["every adapter is counted with r", "adapters are counted in every layer"];
+        assert!(left.len() == 2 && left.iter().zip(ends).all(|(line, end)| line.ends_with(end)), "{left:?}");
+        std::fs::write(&path, text.replace("LORA", "ADALORA")).unwrap();
+        let error = Imported::from_file(&path).unwrap_err().to_string();
+        assert!(error.contains("peft_type ADALORA is not known"), "{error}");
     }
 
     #[test]
@@ -145,6 +212,20 @@ mod tests {
                 "bnb_4bit_compute_dtype": "bfloat16"}"#,
             "BitsAndBytesConfig",
             json!({"quantization": "fp4", "double_quantization": true, "compute_dtype": "bfloat16", "stack": "hf"}),
+            0,
+        );
+        check(
+            "bnb8.json",
+            r#"{"load_in_8bit": true, "llm_int8_threshold": 6.0}"#,
+            "BitsAndBytesConfig",
+            json!({"quantization": "int8", "stack": "hf"}),
+            1,
+        );
+        check(
+            "axolotl_fsdp.yaml",
+            "base_model: org/m\nmicro_batch_size: 1\nfsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: true}\n",
+            "axolotl",
+            json!({"model": "org/m", "batch_size": 1, "fsdp": "full_shard", "offload": "all", "stack": "hf"}),
             0,
         );
         check(

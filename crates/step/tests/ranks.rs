@@ -116,7 +116,7 @@ fn planned(spec: &ModelSpec, settings: &StepSettings, ranks: DryRanks) -> (Dry, 
 fn run_rank(
     spec: &ModelSpec,
     settings: &StepSettings,
-    rank: impl Transport + Send + 'static,
+    rank: impl Transport + Send + Sync + 'static,
     folder: &Path,
 ) -> Ended {
     let ranks = Wired::new(rank).unwrap();
@@ -173,7 +173,7 @@ fn run(spec: &ModelSpec, settings: &StepSettings, ranks: u32) -> Ended {
 }
 
 /// The same over any transport.
-fn run_over<T: Transport + Send + 'static>(
+fn run_over<T: Transport + Send + Sync + 'static>(
     spec: &ModelSpec,
     settings: &StepSettings,
     ranks: Vec<T>,

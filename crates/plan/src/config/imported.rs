@@ -1,5 +1,5 @@
-//! Configurations of other programs in our keys: files of DeepSpeed, transformers, axolotl, LLaMA-Factory, torchtune, accelerate and Ava,
-//! and the command line of a training script. Each key that is understood becomes an assignment, which is read and checked as one of the
+//! Configurations of other programs in our keys: files of DeepSpeed, transformers, axolotl, LLaMA-Factory, torchtune, accelerate, PEFT and
+//! Ava, and the command line of a training script. Each key that is understood becomes an assignment, which is read and checked as one of the
 //! command line is. The rest is listed.
 
 mod accelerate;
@@ -8,6 +8,7 @@ mod axolotl;
 mod deepspeed;
 mod leaves;
 mod llama_factory;
+mod peft;
 mod programs;
 mod script;
 mod settle;
@@ -88,11 +89,15 @@ impl Imported {
     /// Takes a key for what it means to a program.
     fn take(&mut self, leaf: &Leaf, program: &Program, folder: Option<&Path>) -> Result<(), ConfigError> {
         let inner = leaf.key.strip_prefix("deepspeed.").filter(|_| program.holds_deepspeed);
-        let entries = match inner {
-            Some(inner) => Program::of(["zero_optimization"].into_iter()).meanings(inner),
-            None => program.meanings(&leaf.key),
+        let entries = match (inner, leaf.key.strip_prefix("fsdp_config.")) {
+            (Some(inner), _) => Program::of(["zero_optimization"].into_iter()).meanings(inner),
+            (None, Some(of_fsdp)) => {
+                let name = of_fsdp.strip_prefix("fsdp_").unwrap_or(of_fsdp);
+                program.meanings(&format!("fsdp_config.fsdp_{name}"))
+            }
+            (None, None) => program.meanings(&leaf.key),
         };
-        if leaf.key == "deepspeed" && program.holds_deepspeed && leaf.value.ends_with(".json") {
+        if program.holds_deepspeed && names_a_file(&leaf.key, &leaf.value) {
             let Some(folder) = folder else {
                 self.left.push(leaf.shown());
                 return Ok(());
@@ -146,7 +151,9 @@ fn read(text: &str, origin: &str) -> Result<(Vec<Leaf>, &'static Program), Confi
     let (leaves, program) = match (script(), node) {
         (Some(leaves), _) => {
             let wrong = |reason| ConfigError::Syntax { place: Place::argument(origin), reason };
-            (leaves.map_err(wrong)?, &programs::SCRIPT)
+            let leaves = leaves.map_err(wrong)?;
+            let program = Program::of_script(leaves.iter().map(|leaf| leaf.key.as_str()));
+            (leaves, program)
         }
         (None, Ok(node)) if is_map => {
             let mut leaves = Vec::new();
@@ -160,7 +167,27 @@ fn read(text: &str, origin: &str) -> Result<(Vec<Leaf>, &'static Program), Confi
     if leaves.is_empty() {
         return Err(ConfigError::Empty { origin: origin.to_owned() });
     }
-    Ok((leaves, program))
+    let kind = leaves.iter().find(|leaf| leaf.key == "peft_type");
+    match kind.filter(|kind| !kind.value.eq_ignore_ascii_case("lora")) {
+        Some(kind) => Err(ConfigError::Syntax {
+            place: Place::argument(&kind.place),
+            reason: format!(
+                "peft_type {} is not known: of PEFT's adapters LoRA is (with DoRA, rsLoRA and PiSSA)",
+                shortened(&kind.value)
+            ),
+        }),
+        None => Ok((leaves, program)),
+    }
+}
+
+/// Whether a key names a file that is read too: DeepSpeed's, or accelerate's in a script.
+fn names_a_file(key: &str, value: &str) -> bool {
+    let is = |ends: &[&str]| ends.iter().any(|end| value.ends_with(end));
+    match key {
+        "deepspeed" | "deepspeed_config" => is(&[".json"]),
+        "config_file" => is(&[".yaml", ".yml", ".json"]),
+        _ => false,
+    }
 }
 
 /// A file of another program in that program's own keys, for whoever needs its words and not ours.
@@ -200,6 +227,11 @@ impl ForeignKey {
     /// For a list of what is not understood.
     pub fn shown(&self) -> String {
         format!("{}: {} ({})", self.place, self.key, shortened(&self.value))
+    }
+
+    /// Whether it names a file that is read too: DeepSpeed's, or accelerate's in a script.
+    pub fn names_a_file(&self) -> bool {
+        names_a_file(&self.key, &self.value)
     }
 }
 
@@ -485,6 +517,128 @@ mod tests {
         let missing = text.replace("ds.json", "no.json");
         std::fs::write(&file, missing).unwrap();
         assert!(Imported::from_file(&file).unwrap_err().to_string().contains("no.json"));
+    }
+
+    #[test]
+    fn a_script_of_llama_factory_has_its_defaults() {
+        let text = "llamafactory-cli train --model_name_or_path m --finetuning_type lora --cutoff_len 64\n";
+        let settings = [
+            "model.path=m",
+            "training.method=lora",
+            "data.sequence_length=64",
+            "training.gradient_checkpointing=full",
+        ];
+        check(text, &settings, &[]);
+    }
+
+    #[test]
+    fn a_script_says_how_its_launcher_starts_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let accelerate = "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n";
+        std::fs::write(folder.path().join("fsdp.yaml"), accelerate).unwrap();
+        std::fs::write(folder.path().join("ds.json"), r#"{"zero_optimization": {"stage": 2}}"#).unwrap();
+        for (text, settings) in [
+            (
+                "accelerate launch --config_file fsdp.yaml train.py --model_max_length 512",
+                [
+                    "data.sequence_length=512",
+                    "parallel.data_parallel=8",
+                    "training.mixed_precision=bf16",
+                    "parallel.zero_stage=3",
+                ],
+            ),
+            (
+                "deepspeed --include localhost:0,1,2,3 train.py --deepspeed_config ds.json --bf16 --learning_rate 1e-4",
+                [
+                    "parallel.data_parallel=4",
+                    "training.mixed_precision=bf16",
+                    "training.learning_rate=1e-4",
+                    "parallel.zero_stage=2",
+                ],
+            ),
+        ] {
+            let file = folder.path().join("run.sh");
+            std::fs::write(&file, text).unwrap();
+            let imported = Imported::from_file(&file).unwrap();
+            let mut found = RawConfig::default();
+            for Override { key, value, argument } in &imported.overrides {
+                found.apply_override(key, value, argument).unwrap();
+            }
+            assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
+        }
+    }
+
+    #[test]
+    fn axolotl_and_the_trainer_may_hold_settings_of_fsdp() {
+        let axolotl = "base_model: org/m\nsequence_len: 1024\nmicro_batch_size: 2\nbf16: true\nfsdp: [full_shard, auto_wrap]\n\
+                       fsdp_config: {fsdp_offload_params: true, fsdp_state_dict_type: FULL_STATE_DICT}\n";
+        let settings = [
+            "model.path=org/m",
+            "data.sequence_length=1024",
+            "training.batch_size=2",
+            "training.mixed_precision=bf16",
+            "parallel.sharding_strategy=full_shard",
+            "memory.offload={parameters: host, gradients: host, optimizer: host}",
+        ];
+        check(axolotl, &settings, &["theirs:6:64: fsdp_config.fsdp_state_dict_type (FULL_STATE_DICT)"]);
+        let second = "base_model: org/m\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: false}\n";
+        check(second, &["model.path=org/m", "parallel.zero_stage=2"], &["theirs:2:15: fsdp_version (2)"]);
+        let trainer = r#"{"per_device_train_batch_size": 4, "fsdp": "shard_grad_op auto_wrap", "fsdp_config": {"activation_checkpointing": true}}"#;
+        let settings = [
+            "training.batch_size=4",
+            "parallel.sharding_strategy=shard_grad_op",
+            "training.gradient_checkpointing=full",
+        ];
+        check(trainer, &settings, &[]);
+    }
+
+    #[test]
+    fn an_adapter_of_peft_is_lora_or_refused() {
+        let text = r#"{"peft_type": "LORA", "base_model_name_or_path": "org/m", "r": 16, "lora_alpha": 32, "lora_dropout": 0.05,
+  "target_modules": ["q_proj", "v_proj"], "use_dora": true, "bias": "none"}"#;
+        let settings = [
+            "training.method=lora",
+            "model.path=org/m",
+            "training.lora.rank=16",
+            "training.lora.alpha=32",
+            "training.lora.dropout=0.05",
+            "training.lora.target_modules=[q_proj, v_proj]",
+            "training.lora.use_dora=true",
+        ];
+        check(text, &settings, &["theirs:2:69: bias (none)"]);
+        let other = text.replace("LORA", "IA3");
+        let error = Imported::from_text(&other, "theirs", None).unwrap_err().to_string();
+        assert!(error.starts_with("theirs:1:15: peft_type IA3 is not known"), "{error}");
+    }
+
+    #[test]
+    fn torchtune_adapts_beside_attention_what_it_says() {
+        let text = "model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, v_proj], apply_lora_to_mlp: true,\n  \
+                    apply_lora_to_output: false}\nlr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup}\n";
+        let settings = [
+            "training.method=lora",
+            "training.lora.target_modules=[q_proj, v_proj, gate_proj, up_proj, down_proj]",
+            "training.lr_schedule=cosine",
+        ];
+        check(text, &settings, &[]);
+    }
+
+    /// When to validate and how samples are put together says nothing without data.
+    #[test]
+    fn what_is_about_data_is_listed_where_none_are_named() {
+        let text = r#"{"per_device_train_batch_size": 4, "eval_steps": 100, "packing": false}"#;
+        let left = [
+            "theirs:1:50: eval_steps 100 (the data are not named)",
+            "theirs:1:66: packing false (the data are not named)",
+        ];
+        let imported = Imported::from_text(text, "theirs", None).unwrap();
+        assert_eq!(imported.overrides.len(), 1, "{imported:?}");
+        let mut words = imported.left.clone();
+        words.sort();
+        assert!(
+            words.iter().zip(["eval_steps", "packing"]).all(|(line, key)| line.contains(key)),
+            "{left:?}"
+        );
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub enum Source {
     LlamaCpp,
     /// An allocator of host memory.
     HostAllocator,
+    /// Data workers, of `/dev/shm`.
+    SharedMemory,
     /// The kernel, for the whole machine.
     Kernel,
     /// The kernel, for a control group: a container or a job.
@@ -61,6 +63,7 @@ impl Source {
             Source::Xla => "XLA",
             Source::LlamaCpp => "llama.cpp",
             Source::HostAllocator => "an allocator of host memory",
+            Source::SharedMemory => "shared memory of data workers",
             Source::Kernel => "the kernel",
             Source::Cgroup => "the kernel, for a container or job",
             Source::Kubernetes => "Kubernetes",
@@ -85,6 +88,8 @@ pub struct Message {
     pub free: Option<u64>,
     /// What this process had, in all.
     pub in_use: Option<u64>,
+    /// What it may have, where it has a limit of its own.
+    pub allowed: Option<u64>,
     /// What tensors had.
     pub allocated: Option<u64>,
     /// What the allocator held and no tensor had.
@@ -102,6 +107,7 @@ impl Message {
             total: None,
             free: None,
             in_use: None,
+            allowed: None,
             allocated: None,
             unallocated: None,
             process: None,
@@ -115,10 +121,16 @@ impl Message {
             return Some(torch(line));
         }
         if has("MPS backend out of memory") {
+            // PyTorch prints KB, MB and GB there, of 1024 each (`format_size` of its MPS allocator).
+            let line = [" KB", " MB", " GB"]
+                .iter()
+                .fold(line.to_owned(), |line, unit| line.replace(unit, &unit.replace('B', "iB")));
             let mut message = Message::by(Source::Mps);
-            message.tried = size_after(line, "Tried to allocate ");
-            message.total = size_after(line, "max allowed: ");
-            message.allocated = size_after(line, "MPS allocated: ");
+            message.tried = size_after(&line, "Tried to allocate ");
+            message.total = size_after(&line, "max allowed: ");
+            message.allocated = size_after(&line, "MPS allocated: ");
+            let others = size_after(&line, "other allocations: ");
+            message.in_use = message.allocated.zip(others).map(|(own, others)| own.saturating_add(others));
             return Some(message);
         }
         if has("RESOURCE_EXHAUSTED") && has("emory") {
@@ -132,7 +144,7 @@ impl Message {
         }
         if has("CUBLAS_STATUS_ALLOC_FAILED")
             || has("CUDNN_STATUS_ALLOC_FAILED")
-            || has("Cuda failure 'out of memory'")
+            || has("Cuda failure") && has("'out of memory'")
         {
             return Some(Message::by(Source::Library));
         }
@@ -155,6 +167,9 @@ impl Message {
                 ..Message::by(Source::HostAllocator)
             });
         }
+        if has("Bus error") && has("shared memory") {
+            return Some(Message::by(Source::SharedMemory));
+        }
         if has("ut of memory: Kill") {
             let source = if has("emory cgroup") { Source::Cgroup } else { Source::Kernel };
             return Some(killed(line, source));
@@ -168,14 +183,31 @@ impl Message {
         let ended = has("exits with return code = -9")
             || has("exitcode") && has("-9") && !has("-9.")
             || has("Signal 9 (SIGKILL)")
+            || has("is killed by signal: Killed")
             || has("died with <Signals.SIGKILL: 9>");
         ended.then(|| Message::by(Source::Launcher))
     }
 
-    /// What others hold of the device, or this process outside of the allocator.
+    /// What the allocator has of the device.
+    fn allocator(&self) -> Option<u64> {
+        Some(self.allocated?.saturating_add(self.unallocated.unwrap_or(0)))
+    }
+
+    /// What this process holds outside of the allocator, where the message says what it has in all.
+    pub fn outside(&self) -> Option<u64> {
+        self.in_use?.checked_sub(self.allocator()?)
+    }
+
+    /// What others hold of the device; this process outside of the allocator too, where what that holds is not known.
     pub fn others(&self) -> Option<u64> {
-        let allocator = self.allocated?.saturating_add(self.unallocated.unwrap_or(0));
-        Some(self.total?.saturating_sub(self.free?).saturating_sub(allocator))
+        // Less than the allocator's is that of another process.
+        let own = self.in_use.filter(|_| self.outside().is_some()).or(self.allocator())?;
+        Some(self.total?.saturating_sub(self.free?).saturating_sub(own))
+    }
+
+    /// Whether more was free than was asked for, and the process may have it.
+    pub fn was_free(&self) -> bool {
+        self.allowed.is_none() && self.free.zip(self.tried).is_some_and(|(free, tried)| free > tried)
     }
 
     /// Whether what is held and not used would have been enough, or is a tenth of the device.
@@ -195,7 +227,10 @@ fn torch(line: &str) -> Message {
         .or_else(|| size_after(line, "total capacity of "))
         .or_else(|| size_after(line, "total capacty of "));
     message.free = size_before(line, " free;").or_else(|| size_before(line, " is free"));
-    message.in_use = size_before(line, " memory in use");
+    // Of the processes that are listed this one counts; in a container it is one of the numbers.
+    let this = line.split_once("this process has ").map_or(line, |(_, behind)| behind);
+    message.in_use = size_before(this, " memory in use");
+    message.allowed = size_before(line, " allowed;");
     message.allocated =
         size_before(line, " already allocated").or_else(|| size_before(line, " is allocated by PyTorch"));
     let reserved = size_before(line, " reserved in total by PyTorch");

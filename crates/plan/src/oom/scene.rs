@@ -132,6 +132,9 @@ impl Scene {
             (Moment::Update, true) => {
                 "in the first update: the optimizer makes its states then, 8 bytes a parameter with AdamW in f32"
             }
+            (Moment::Unknown, _) if self.step.is_none() => {
+                "the log does not say when: in the first step it is the model with its batch, later a longer sample, memory in pieces, or something that grows"
+            }
             (_, true) => "in the first step: the model with its batch is too large, and every step would be",
             (_, false) => {
                 "after steps that fitted: a longer sample, memory in pieces, or something that grows (losses or outputs that are kept with their graph)"

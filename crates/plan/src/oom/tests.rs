@@ -67,6 +67,12 @@ fn every_other_speaker_is_told_apart() {
             Source::Library,
         ),
         ("NCCL WARN Cuda failure 'out of memory'", Source::Library),
+        ("NCCL WARN Cuda failure 2 'out of memory'", Source::Library),
+        ("RuntimeError: DataLoader worker (pid 1234) is killed by signal: Killed.", Source::Launcher),
+        (
+            "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).\nRuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.",
+            Source::SharedMemory,
+        ),
         (
             "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.",
             Source::Xla,
@@ -113,6 +119,56 @@ fn every_other_speaker_is_told_apart() {
     {
         assert_eq!(diagnose(&mut line.as_bytes()).unwrap(), None, "{line}");
     }
+}
+
+/// Of a device's memory the message may say what this process has: then the rest is told apart.
+#[test]
+fn what_others_hold_is_told_from_what_this_process_holds() {
+    let after = |middle: &str| {
+        of(&format!(
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 80.00 GiB of which \
+             400.00 MiB is free. {middle}Of the allocated memory 72.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but \
+             unallocated."
+        ))
+    };
+    let alone = after("Including non-PyTorch memory, this process has 79.00 GiB memory in use. ");
+    assert!(is_near(alone.message.outside(), 6 * GIB) && alone.message.others().unwrap() < GIB, "{alone:?}");
+    let said = alone.meaning.join("\n");
+    assert!(
+        said.contains("this process holds 6.00 GiB outside") && !said.contains("other processes"),
+        "{said}"
+    );
+    assert!(!alone.remedies[0].what.contains("other processes"));
+    let beside = after(
+        "Process 12 has 5.00 GiB memory in use. Including non-PyTorch memory, this process has 74.00 GiB memory in use. ",
+    );
+    assert!(is_near(beside.message.in_use, 74 * GIB), "{beside:?}");
+    assert!(beside.meaning.iter().any(|text| text.starts_with("other processes hold 5.")), "{beside:?}");
+    assert!(beside.remedies[0].what.contains("other processes"));
+    let limited = after("8.00 GiB allowed; ");
+    assert_eq!(limited.message.allowed, Some(8 * GIB));
+    assert!(limited.remedies[0].what.contains("fraction"), "{limited:?}");
+}
+
+#[test]
+fn more_that_is_free_than_was_asked_for_is_noticed_and_what_the_log_does_not_say_is_not_said() {
+    let found = of(
+        "RuntimeError: CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB already allocated; 9.28 GiB free; 4.68 MiB cached)",
+    );
+    assert!(found.message.was_free());
+    let said = found.meaning.join("\n");
+    assert!(said.contains("more was free") && said.contains("does not say when"), "{said}");
+    assert!(!said.contains("every step would be"), "{said}");
+}
+
+/// Apple's sizes are of 1024, whatever they are called.
+#[test]
+fn an_apple_gpu_has_the_memory_that_it_says() {
+    let line = "RuntimeError: MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, max allowed: 18.00 GB). Tried to allocate 256.00 MB on private pool.";
+    let message = of(line).message;
+    assert_eq!(message.tried, Some(256 * MIB));
+    assert_eq!([message.allocated, message.total, message.in_use], [17, 18, 18].map(|n| Some(n * GIB)));
+    assert_eq!(message.outside(), Some(GIB));
 }
 
 fn torch_after(before: &str) -> Diagnosis {

@@ -6,8 +6,10 @@ use serde_json::{Map, Value, json};
 pub struct Draft {
     keys: Map<String, Value>,
     lora: Map<String, Value>,
-    /// Whether torchtune adapts the feed-forward part, beside what it lists of attention.
-    adapted_mlp: bool,
+    /// What torchtune adapts beside what it lists of attention.
+    adapted: Vec<&'static str>,
+    /// Whether FSDP's settings are there.
+    pub has_fsdp: bool,
     /// Whether the trainer evaluates; the size of its batches alone says nothing.
     evaluates: bool,
     program: &'static str,
@@ -22,7 +24,14 @@ fn is_true(value: &str) -> bool {
 
 impl Draft {
     pub fn new(program: &'static str) -> Draft {
-        Draft { keys: Map::new(), lora: Map::new(), adapted_mlp: false, evaluates: false, program }
+        Draft {
+            keys: Map::new(),
+            lora: Map::new(),
+            adapted: Vec::new(),
+            evaluates: false,
+            has_fsdp: false,
+            program,
+        }
     }
 
     fn set(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
@@ -48,9 +57,14 @@ impl Draft {
     /// 16 bits: autocast in a trainer, the type of everything in DeepSpeed's engine.
     fn half(&mut self, on: &str, kind: &str) -> Option<()> {
         match self.program {
-            "DeepSpeed's JSON" => self.when(on, "precision", kind),
+            super::DEEPSPEED => self.when(on, "precision", kind),
             _ => self.when(on, "precision", &format!("{kind}-amp")),
         }
+    }
+
+    fn adapt(&mut self, on: &str, part: &'static str) -> Option<()> {
+        self.adapted.extend(is_true(on).then_some(part));
+        Some(())
     }
 
     fn offload(&mut self, device: &str, what: &str) -> Option<()> {
@@ -69,10 +83,8 @@ impl Draft {
     pub fn finish(mut self) -> Map<String, Value> {
         // An adapter whose method is not LoRA has no rank.
         let has_lora = self.lora.contains_key("rank");
-        if self.adapted_mlp
-            && let Some(Value::Array(targets)) = self.lora.get_mut("target_modules")
-        {
-            targets.push(json!("mlp"));
+        if let Some(Value::Array(targets)) = self.lora.get_mut("target_modules") {
+            targets.extend(self.adapted.iter().map(|part| json!(part)));
         }
         if has_lora {
             let lora = Value::Object(std::mem::take(&mut self.lora));
@@ -94,6 +106,9 @@ impl Draft {
         {
             self.set_if_absent("dtype", half);
         }
+        if self.has_fsdp && !self.keys.contains_key("zero_stage") {
+            self.set_if_absent("fsdp", "full_shard");
+        }
         // TrainingArguments have 8.
         match self.evaluates {
             true => self.set_if_absent("eval_batch_size", 8),
@@ -101,7 +116,7 @@ impl Draft {
         }
         let stack = match self.program {
             "torchtune" => "torchtune",
-            "DeepSpeed's JSON" => "deepspeed",
+            super::DEEPSPEED => "deepspeed",
             _ => "hf",
         };
         self.set_if_absent("stack", stack);
@@ -229,6 +244,18 @@ fn strategy(draft: &mut Draft, value: &str) -> Option<()> {
     draft.set("fsdp", name)
 }
 
+/// A strategy and more in a line or a list: `full_shard auto_wrap offload`.
+fn words_of_fsdp(draft: &mut Draft, value: &str) -> Option<()> {
+    let words = value.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+    for word in words {
+        match word {
+            "offload" => drop(draft.set("offload", "all")),
+            other => drop(strategy(draft, other)),
+        }
+    }
+    Some(())
+}
+
 fn checkpointing(draft: &mut Draft, value: &str) -> Option<()> {
     draft.set("gradient_checkpointing", is_true(value) || ["unsloth", "offload"].contains(&value))
 }
@@ -295,6 +322,7 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("sequence_len", LENGTH),
     ("cutoff_len", LENGTH),
     ("tokenizer.max_seq_len", LENGTH),
+    ("model_max_length", LENGTH),
     ("bf16", BF16),
     ("fp16", FP16),
     ("bf16.enabled", BF16),
@@ -346,10 +374,8 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("lora_target_modules", targets),
     ("lora_target", targets),
     ("model.lora_attn_modules", targets),
-    ("model.apply_lora_to_mlp", |draft, value| {
-        draft.adapted_mlp = is_true(value);
-        Some(())
-    }),
+    ("model.apply_lora_to_mlp", |draft, value| draft.adapt(value, "mlp")),
+    ("model.apply_lora_to_output", |draft, value| draft.adapt(value, "output")),
     ("lora_target_linear", |draft, value| if is_true(value) { targets(draft, "all") } else { Some(()) }),
     ("lora_dropout", dropout),
     ("model.lora_dropout", dropout),
@@ -373,6 +399,11 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("num_processes", DEVICES),
     ("nproc_per_node", DEVICES),
     ("num_gpus", DEVICES),
+    // DeepSpeed's launcher: `localhost:0,1,2,3`.
+    ("include", |draft, value| match value.contains('@') {
+        true => None,
+        false => draft.set("devices", value.split_once(':')?.1.split(',').count()),
+    }),
     ("zero_optimization.stage", STAGE),
     ("deepspeed_config.zero_stage", STAGE),
     ("zero_stage", STAGE),
@@ -381,6 +412,7 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("zero_optimization.offload_param.device", OFFLOAD_PARAMETERS),
     ("deepspeed_config.offload_param_device", OFFLOAD_PARAMETERS),
     ("distributed_type", |_, value| matches!(value, "NO" | "MULTI_GPU" | "FSDP" | "DEEPSPEED").then_some(())),
+    ("fsdp", words_of_fsdp),
     ("fsdp_version", |draft, value| draft.number("fsdp_version", value)),
     ("fsdp_sharding_strategy", strategy),
     ("fsdp_reshard_after_forward", strategy),

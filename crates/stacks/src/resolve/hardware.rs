@@ -7,7 +7,7 @@ use crate::request::RequestError;
 use crate::run::Card;
 
 /// What makers and forms add to a model's name.
-const ADDED: [&str; 12] = [
+const ADDED: [&str; 16] = [
     "nvidia",
     "geforce",
     "tesla",
@@ -20,6 +20,10 @@ const ADDED: [&str; 12] = [
     "sxm5",
     "pcie",
     "generation",
+    "hbm2",
+    "hbm2e",
+    "hbm3",
+    "hbm3e",
 ];
 
 /// The card that is taken where none is named.
@@ -130,7 +134,9 @@ impl Asked {
         Some(match self.memory {
             // What a driver shows of a card is a few per cent below its name.
             Some(bytes) if device.memory.0.abs_diff(bytes) > bytes / 10 => {
-                let title = format!("{} with {}", device.title, ByteSize(bytes));
+                let title = device.title.rsplit_once(' ').filter(|(_, size)| size.ends_with("GB"));
+                let title = title.map_or(device.title.as_str(), |(title, _)| title);
+                let title = format!("{title} with {}", ByteSize(bytes));
                 DeviceModel { memory: ByteSize(bytes), title, ..device }
             }
             _ => device,
@@ -190,6 +196,7 @@ mod tests {
             ("8xh100", "h100", 8, 80),
             ("512x H100 96GB", "h100", 512, 96),
             ("V100 16GB", "v100", 1, 16),
+            ("NVIDIA H100 80GB HBM3", "h100", 1, 80),
             ("A10G 24GB", "a10g", 1, 22),
             ("4x A10G 24GB", "a10g", 4, 22),
             ("RTX A6000", "a6000", 1, 48),

@@ -37,7 +37,7 @@ pub type Precision = (TorchType, Option<Autocast>);
 const BF16_AMP: Option<Autocast> = Some(Autocast { to: TorchType::Bf16, scaler: false });
 const FP16_AMP: Option<Autocast> = Some(Autocast { to: TorchType::F16, scaler: true });
 
-pub const PRECISIONS: [(&str, Precision); 9] = [
+pub const PRECISIONS: [(&str, Precision); 11] = [
     ("f32", (TorchType::F32, None)),
     ("bf16", (TorchType::Bf16, None)),
     ("fp16", (TorchType::F16, None)),
@@ -47,6 +47,8 @@ pub const PRECISIONS: [(&str, Precision); 9] = [
     ("f16", (TorchType::F16, None)),
     ("float32", (TorchType::F32, None)),
     ("bfloat16", (TorchType::Bf16, None)),
+    ("float16", (TorchType::F16, None)),
+    ("half", (TorchType::F16, None)),
 ];
 
 pub const ATTENTIONS: [(&str, Attention); 4] = [

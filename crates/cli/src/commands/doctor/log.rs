@@ -86,13 +86,19 @@ fn describe(found: &Diagnosis) -> String {
 
 /// The numbers that a message has.
 fn numbers(message: &Message) -> Vec<Vec<String>> {
+    let others = match message.outside() {
+        Some(_) => "held by other processes",
+        None => "other processes, or outside of the allocator",
+    };
     let all = [
         ("asked for", message.tried),
         ("the device has", message.total),
         ("free", message.free),
         ("in tensors", message.allocated),
         ("held by the allocator beside them", message.unallocated),
-        ("other processes, or outside of the allocator", message.others()),
+        ("held by this process outside of the allocator", message.outside()),
+        (others, message.others()),
+        ("this process may have", message.allowed),
         ("the process had", message.in_use.filter(|_| message.total.is_none())),
     ];
     let known = all.into_iter().filter_map(|(what, bytes)| Some(row![what, ByteSize(bytes?)]));

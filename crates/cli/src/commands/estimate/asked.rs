@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use plimsoll_stacks::{Imported, Request};
+use plimsoll_stacks::{DEEPSPEED, Imported, Request};
 use serde_json::{Map, Value, json};
 
 use super::lengths;
@@ -68,7 +68,15 @@ impl Asked {
                 if key == "stack" && value == "hf" && keys.contains_key("stack") {
                     continue;
                 }
+                // DeepSpeed makes the optimizer that its file names.
+                let of_deepspeed = |program: &str| key == "optimizer" && program == DEEPSPEED;
+                if of_deepspeed(&program) {
+                    by.retain(|(known, _)| *known != key);
+                }
                 let other = by.iter().find(|(known, _)| *known == key).map(|(_, program)| program);
+                if other.is_some_and(|other| of_deepspeed(other)) {
+                    continue;
+                }
                 if let Some(other) = other
                     && keys.get(&key).is_some_and(|known| *known != value)
                     && key != "stack"

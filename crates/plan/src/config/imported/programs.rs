@@ -1,7 +1,7 @@
 //! The programs whose files are read, and how each is known by its keys.
 
 use super::words::{Answer, Entry};
-use super::{accelerate, ava, axolotl, deepspeed, llama_factory, script, torchtune, trainer};
+use super::{accelerate, ava, axolotl, deepspeed, llama_factory, peft, script, torchtune, trainer};
 
 /// A program, or a library with a file of its own.
 pub struct Program {
@@ -19,19 +19,21 @@ pub struct Program {
     pub defaults: &'static [(&'static str, &'static str)],
 }
 
-const PROGRAMS: [Program; 7] = [
+/// transformers' trainer: a file without marks is one of its.
+const TRAINER: Program = Program {
+    name: "TrainingArguments",
+    marks: &["per_device_train_batch_size", "num_train_epochs", "output_dir"],
+    tables: &[&trainer::ENTRIES, &accelerate::FSDP],
+    holds_deepspeed: true,
+    answers: &[],
+    defaults: &[],
+};
+
+const PROGRAMS: [Program; 8] = [
     Program {
         name: "torchtune",
         marks: &["checkpointer.", "model._component_", "optimizer._component_"],
         tables: &[&torchtune::ENTRIES, &torchtune::OFFLOADED],
-        holds_deepspeed: false,
-        answers: &[],
-        defaults: &[],
-    },
-    Program {
-        name: "accelerate",
-        marks: &["compute_environment", "distributed_type", "fsdp_config.", "deepspeed_config."],
-        tables: &[&accelerate::ENTRIES],
         holds_deepspeed: false,
         answers: &[],
         defaults: &[],
@@ -45,19 +47,35 @@ const PROGRAMS: [Program; 7] = [
         defaults: &[],
     },
     Program {
+        name: "PEFT's adapter_config",
+        marks: &["peft_type"],
+        tables: &[&peft::ENTRIES],
+        holds_deepspeed: false,
+        answers: &[],
+        defaults: &[],
+    },
+    Program {
         name: "LLaMA-Factory",
-        marks: &["finetuning_type", "cutoff_len"],
-        tables: &[&llama_factory::ENTRIES, &trainer::ENTRIES],
+        marks: &OF_LLAMA_FACTORY,
+        tables: &[&llama_factory::ENTRIES, &trainer::ENTRIES, &accelerate::FSDP],
         holds_deepspeed: true,
         answers: &[],
-        // It turns checkpointing on by itself.
-        defaults: &[("training.gradient_checkpointing", "full")],
+        defaults: &BY_LLAMA_FACTORY,
     },
     Program {
         name: "axolotl",
         marks: &["base_model", "micro_batch_size"],
-        tables: &[&axolotl::ENTRIES, &trainer::ENTRIES],
+        tables: &[&axolotl::ENTRIES, &trainer::ENTRIES, &accelerate::FSDP],
         holds_deepspeed: true,
+        answers: &[],
+        defaults: &[],
+    },
+    TRAINER,
+    Program {
+        name: "accelerate",
+        marks: &["compute_environment", "distributed_type", "fsdp_config.", "deepspeed_config."],
+        tables: &[&accelerate::ENTRIES, &accelerate::FSDP],
+        holds_deepspeed: false,
         answers: &[],
         defaults: &[],
     },
@@ -69,25 +87,26 @@ const PROGRAMS: [Program; 7] = [
         answers: &[],
         defaults: &[],
     },
-    Program {
-        name: "TrainingArguments",
-        marks: &[""],
-        tables: &[&trainer::ENTRIES],
-        holds_deepspeed: true,
-        answers: &[],
-        defaults: &[],
-    },
 ];
 
-/// The arguments of a training script: those of the trainer, of TRL and of LLaMA-Factory.
-pub const SCRIPT: Program = Program {
+const OF_LLAMA_FACTORY: [&str; 2] = ["finetuning_type", "cutoff_len"];
+
+/// It turns checkpointing on by itself.
+const BY_LLAMA_FACTORY: [(&str, &str); 1] = [("training.gradient_checkpointing", "full")];
+
+/// The arguments of a training script: those of launchers, of the trainer, of TRL and of LLaMA-Factory.
+const SCRIPT: Program = Program {
     name: "a training script",
     marks: &[],
-    tables: &[&script::ENTRIES, &llama_factory::ENTRIES, &trainer::ENTRIES],
+    tables: &[&script::ENTRIES, &llama_factory::ENTRIES, &trainer::ENTRIES, &accelerate::FSDP],
     holds_deepspeed: true,
     answers: &[],
     defaults: &[],
 };
+
+/// The same of LLaMA-Factory's own.
+const SCRIPT_OF_LLAMA_FACTORY: Program =
+    Program { name: "LLaMA-Factory", defaults: &BY_LLAMA_FACTORY, ..SCRIPT };
 
 impl Program {
     /// The program that has such keys.
@@ -96,7 +115,15 @@ impl Program {
             let begins = |key: &str| program.marks.iter().any(|mark| key.starts_with(mark));
             keys.clone().any(begins)
         });
-        known.unwrap_or(&PROGRAMS[PROGRAMS.len() - 1])
+        known.unwrap_or(&TRAINER)
+    }
+
+    /// Whose script has such arguments: LLaMA-Factory's commands and modules take its own.
+    pub fn of_script<'k>(mut keys: impl Iterator<Item = &'k str>) -> &'static Program {
+        match keys.any(|key| OF_LLAMA_FACTORY.contains(&key)) {
+            true => &SCRIPT_OF_LLAMA_FACTORY,
+            false => &SCRIPT,
+        }
     }
 
     /// Their names, for an error.

@@ -10,10 +10,16 @@ const STARTERS: [&str; 8] =
     ["python", "python3", "torchrun", "accelerate", "deepspeed", "llamafactory-cli", "srun", "mpirun"];
 
 /// Arguments of launchers and of TRL, beside those of the trainer.
-pub const ENTRIES: [Entry; 11] = [
+pub const ENTRIES: [Entry; 13] = [
     ("nproc_per_node", "parallel.data_parallel", count),
     ("num_processes", "parallel.data_parallel", count),
     ("num_gpus", "parallel.data_parallel", count),
+    // DeepSpeed's launcher: `localhost:0,1,2,3`.
+    ("include", "parallel.data_parallel", |v| match v.contains('@') {
+        true => None,
+        false => Some(v.split_once(':')?.1.split(',').count().to_string()),
+    }),
+    ("model_max_length", "data.sequence_length", same),
     ("use_peft", "training.method", |v| when_true(v, "lora")),
     ("lora_r", "training.lora.rank", same),
     ("lora_target_modules", "training.lora.target_modules", |v| {

@@ -13,6 +13,9 @@ impl Imported {
         if program.is_read_as_ours() {
             self.settle_ava(leaves);
         }
+        self.settle_torchtune(leaves);
+        self.settle_data();
+        self.settle_fsdp(leaves);
         self.settle_length();
         self.settle_ranks();
         self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
@@ -74,6 +77,65 @@ impl Imported {
             let value = hidden.saturating_mul(4).to_string();
             let argument = format!("Ava by itself: {inner}={value}");
             self.overrides.push(Override { key: inner.to_owned(), value, argument });
+        }
+    }
+
+    /// torchtune's lists are of attention alone; whether the feed-forward part and the head have adapters is said beside them.
+    fn settle_torchtune(&mut self, leaves: &[Leaf]) {
+        let beside: [(&str, &[&str]); 2] = [
+            ("model.apply_lora_to_mlp", &["gate_proj", "up_proj", "down_proj"]),
+            ("model.apply_lora_to_output", &["lm_head"]),
+        ];
+        for (key, modules) in beside {
+            let Some(leaf) = leaves.iter().find(|leaf| leaf.key == key) else { continue };
+            self.left.retain(|left| *left != leaf.shown());
+            let targets = self.overrides.iter_mut().rfind(|one| one.key == "training.lora.target_modules");
+            let list = targets.filter(|_| leaf.value.eq_ignore_ascii_case("true"));
+            if let Some(one) = list
+                && let Some(own) = one.value.strip_suffix(']')
+            {
+                let more = modules.iter().map(|name| (*name).to_owned());
+                let own = own.trim_start_matches('[').trim();
+                let all: Vec<String> =
+                    (!own.is_empty()).then(|| own.to_owned()).into_iter().chain(more).collect();
+                one.value = format!("[{}]", all.join(", "));
+            }
+        }
+    }
+
+    /// What says when to validate or how samples are put together, where nothing says on which data: they come with the run.
+    fn settle_data(&mut self) {
+        let known = ["data.validation", "data.train", "data.format"];
+        if known.iter().any(|key| self.value(key).is_some()) {
+            return;
+        }
+        let is_idle = |one: &Override| {
+            one.key == "output.eval_steps"
+                || one.key == "data.packing" && one.value.eq_ignore_ascii_case("false")
+        };
+        let idle = self.overrides.iter().filter(|one| is_idle(one));
+        self.left.extend(idle.map(|one| format!("{} (the data are not named)", one.argument)));
+        self.overrides.retain(|one| !is_idle(one));
+    }
+
+    /// FSDP shares everything where no strategy is said.
+    fn settle_fsdp(&mut self, leaves: &[Leaf]) {
+        let says = |leaf: &&Leaf| {
+            leaf.key.starts_with("fsdp_config.")
+                || leaf.key == "fsdp" && !["", "[]", "false"].contains(&leaf.value.as_str())
+                || leaf.key == "distributed_type" && leaf.value == "FSDP"
+        };
+        let decided = ["parallel.zero_stage", "parallel.sharding_strategy"];
+        if let Some(leaf) =
+            leaves.iter().find(says).filter(|_| decided.iter().all(|key| self.value(key).is_none()))
+        {
+            self.left.retain(|left| *left != leaf.shown());
+            let argument = format!("{}: {} {}", leaf.place, leaf.key, leaf.value);
+            self.overrides.push(Override {
+                key: "parallel.zero_stage".to_owned(),
+                value: "3".to_owned(),
+                argument,
+            });
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::words::{Entry, among, same, steps, when_true};
 
-pub const ENTRIES: [Entry; 29] = [
+pub const ENTRIES: [Entry; 30] = [
     ("checkpointer.checkpoint_dir", "model.path", same),
     ("model._component_", "training.method", |v| {
         let builder = v.rsplit('.').next().unwrap_or(v);
@@ -47,6 +47,9 @@ pub const ENTRIES: [Entry; 29] = [
     ("optimizer.betas.1", "training.adam_beta2", same),
     ("optimizer.eps", "training.adam_epsilon", same),
     ("optimizer.weight_decay", "training.weight_decay", same),
+    ("lr_scheduler._component_", "training.lr_schedule", |v| {
+        among(v.rsplit('.').next().unwrap_or(v), &[("get_cosine_schedule_with_warmup", "cosine")])
+    }),
     ("lr_scheduler.num_warmup_steps", "training.warmup_steps", same),
     ("clip_grad_norm", "training.max_gradient_norm", same),
     ("dtype", "training.mixed_precision", |v| among(v, &[("bf16", "bf16"), ("fp32", "f32")])),

@@ -19,6 +19,13 @@ pub fn among(value: &str, words: &[(&str, &str)]) -> Option<String> {
     words.iter().find(|(theirs, _)| *theirs == wanted).map(|(_, ours)| (*ours).to_owned())
 }
 
+/// The one of some words that stands in a list or a line of them.
+pub fn word_of(value: &str, words: &[&str]) -> Option<String> {
+    let wanted = value.to_ascii_lowercase();
+    let mut written = wanted.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+    written.find(|one| words.contains(one)).map(str::to_owned)
+}
+
 pub fn place(value: &str) -> Option<String> {
     among(value, &[("none", "device"), ("cpu", "host"), ("nvme", "disk")])
 }
