@@ -171,6 +171,16 @@ pub enum ExportError {
         /// What to do.
         remedy: &'static str,
     },
+    /// What the program refuses when it starts.
+    #[error("{format} refuses {what}; {remedy}")]
+    Refused {
+        /// The format.
+        format: ExportFormat,
+        /// What goes not together.
+        what: &'static str,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// The document could not be made into text.
     #[error("the configuration could not be written: {0}")]
     Write(String),

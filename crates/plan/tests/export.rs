@@ -224,6 +224,54 @@ fn what_cannot_be_said_is_an_error() {
     refused(ExportFormat::BitsAndBytes, &gguf, "frozen weights are q4_k");
     let other = full(&["parallel.zero_stage=3", "model.path=qwen3-8b"]);
     refused(ExportFormat::Torchtune, &other, "none of the sizes of qwen3-8b");
+    // What LLaMA-Factory's own parser refuses.
+    for (settings, words) in [
+        (&["training.method=lora", "training.optimizer=galore"][..], "refuses LoRA with GaLore"),
+        (
+            &["training.method=qlora", "training.quantization=int8", "parallel.zero_stage=3"],
+            "refuses weights in 8 bits with ZeRO 3",
+        ),
+        (
+            &["training.method=lora", "training.lora.init_lora_weights=pissa", "parallel.zero_stage=3"],
+            "refuses pissa_init with ZeRO 3",
+        ),
+    ] {
+        refused(ExportFormat::LlamaFactory, &full(settings), words);
+    }
+}
+
+/// What says how ranks speak goes over, and what a file cannot say of ranks is noted.
+#[test]
+fn ranks_are_carried_over_or_noted() {
+    let overlap = |value: &str| {
+        let settings = full(&["parallel.zero_stage=2", value]);
+        document(ExportFormat::DeepSpeed, "8xh100", &settings)["zero_optimization"]["overlap_comm"].clone()
+    };
+    assert_eq!(overlap("parallel.overlap_communication=false"), false);
+    assert_eq!(overlap("parallel.overlap_communication=true"), true);
+    for format in [ExportFormat::Axolotl, ExportFormat::LlamaFactory] {
+        let settings =
+            full(&["parallel.zero_stage=2", "training.gradient_dtype=f32", "training.mixed_precision=bf16"]);
+        let exported = export(format, "8xh100", &settings).unwrap();
+        assert_eq!(exported.document["deepspeed"]["data_types"]["grad_accum_dtype"], "fp32");
+        notes(&exported, "ranks: the file is for 8 processes");
+    }
+    let staged = full(&[
+        "parallel.data_parallel=4",
+        "parallel.pipeline_parallel=2",
+        "parallel.zero_stage=1",
+        "parallel.pipeline_schedule=interleaved",
+        "parallel.virtual_stages=4",
+        "training.gradient_accumulation_steps=4",
+    ]);
+    let parallel = &document(ExportFormat::Torchtitan, "8xh100", &staged)["parallelism"];
+    assert_eq!(parallel["pipeline_parallel_schedule"], "Interleaved1F1B");
+    assert_eq!(parallel["pipeline_parallel_layers_per_stage"], 4);
+    // Without FSDP there is no offload.
+    let settings = full(&["parallel.zero_stage=0", "memory.offload.optimizer=host"]);
+    let whole = export(ExportFormat::Torchtitan, "8xh100", &settings).unwrap();
+    assert_eq!(whole.document["training"]["enable_cpu_offload"], false);
+    notes(&whole, "memory.offload.optimizer (host): TorchTitan offloads by FSDP alone");
 }
 
 #[test]

@@ -172,6 +172,43 @@ mod tests {
     }
 
     #[test]
+    fn keys_of_the_loss_and_of_offload_are_read_and_other_kinds_of_runs_are_refused() {
+        check(
+            "axolotl.yaml",
+            "base_model: org/m\nmicro_batch_size: 1\ncut_cross_entropy: true\ngradient_checkpointing: offload\nval_set_size: 0.1\n\
+             eval_batch_size: 4\n",
+            "axolotl",
+            json!({"model": "org/m", "batch_size": 1, "loss": "cce", "gradient_checkpointing": true,
+                "activation_offloading": true, "eval_batch_size": 4, "stack": "hf"}),
+            0,
+        );
+        check(
+            "ds.json",
+            r#"{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e6, "overlap_comm": true}}"#,
+            "DeepSpeed's JSON",
+            json!({"zero_stage": 2, "reduce_bucket_size": 5_000_000, "overlap_comm": true, "stack": "deepspeed"}),
+            0,
+        );
+        check(
+            "hybrid.yaml",
+            "distributed_type: FSDP\nnum_processes: 16\nfsdp_config: {fsdp_version: 2}\nparallelism_config: \
+             {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 8}\n",
+            "accelerate",
+            json!({"devices": 16, "fsdp_version": 2, "fsdp": "hybrid_shard", "shard_size": 8, "stack": "hf"}),
+            0,
+        );
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("factory.yaml");
+        for other in ["finetuning_type: freeze\n", "finetuning_type: lora\nstage: dpo\n"] {
+            std::fs::write(&path, other).unwrap();
+            let error = Imported::from_file(&path).unwrap_err().to_string();
+            assert!(error.contains("another kind of run"), "{error}");
+        }
+        std::fs::write(&path, "finetuning_type: full\nuse_badam: true\n").unwrap();
+        assert_eq!(Imported::from_file(&path).unwrap().keys["optimizer"], "badam");
+    }
+
+    #[test]
     fn what_makes_adapters_unlike_each_other_is_said() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter_config.json");
@@ -183,7 +220,7 @@ mod tests {
         assert!(left.len() == 2 && left.iter().zip(ends).all(|(line, end)| line.ends_with(end)), "{left:?}");
         std::fs::write(&path, text.replace("LORA", "ADALORA")).unwrap();
         let error = Imported::from_file(&path).unwrap_err().to_string();
-        assert!(error.contains("peft_type ADALORA is not known"), "{error}");
+        assert!(error.contains("peft_type ADALORA is another kind of run"), "{error}");
     }
 
     #[test]

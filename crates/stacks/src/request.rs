@@ -130,6 +130,9 @@ pub struct Request {
     /// `default`, `liger`, `cce`, `chunked`.
     #[serde(default)]
     pub loss: Option<String>,
+    /// Chunks of torchtune's loss (`num_output_chunks`).
+    #[serde(default)]
+    pub loss_chunks: Option<u64>,
     /// How long a loop keeps what the model returned: `dropped`, `until_step`, `until_next_forward`.
     #[serde(default)]
     pub outputs: Option<String>,
@@ -163,6 +166,15 @@ pub struct Request {
     /// 1: `FullyShardedDataParallel`; 2: `fully_shard`.
     #[serde(default)]
     pub fsdp_version: Option<u8>,
+    /// Devices that share out among them in a hybrid of FSDP: those of a machine where nothing is said.
+    #[serde(default)]
+    pub shard_size: Option<u64>,
+    /// DeepSpeed's `reduce_bucket_size`, in elements.
+    #[serde(default)]
+    pub reduce_bucket_size: Option<u64>,
+    /// DeepSpeed's `overlap_comm`.
+    #[serde(default)]
+    pub overlap_comm: Option<bool>,
     /// `optimizer`, `parameters`, `all`.
     #[serde(default)]
     pub offload: Option<String>,

@@ -151,6 +151,13 @@ impl Resolver<'_> {
             outputs: self.outputs(stack)?,
             liger_layers: request.liger,
             devices,
+            shard_devices: self.shard_devices(&target, devices)?,
+            reduce_bucket: request.reduce_bucket_size,
+            reduce_buckets: match (sharding, request.overlap_comm) {
+                // One is filled while the other is sent (`stage_1_and_2.py`).
+                (Sharding::Zero { stage: 1 | 2, .. }, Some(true)) => 2,
+                _ => 1,
+            },
             sharding,
             versions,
             card,
@@ -274,6 +281,22 @@ impl Resolver<'_> {
             Some(devices) if devices <= 1 << 16 => Ok(devices),
             Some(devices) => Err(contradiction(&format!("devices: {devices} is beyond any run"))),
             None => Ok(of_hardware),
+        }
+    }
+
+    /// Devices that share out among them: in a hybrid of FSDP those of a machine.
+    fn shard_devices(&self, target: &Target, devices: u64) -> Result<u64, RequestError> {
+        let is_hybrid = self.request.fsdp.as_deref().is_some_and(|name| name.contains("hybrid"));
+        let (of_machine, asked) = (target.devices_of_machine, self.request.shard_size);
+        match asked {
+            Some(size) if size == 0 || !devices.is_multiple_of(size) => {
+                Err(contradiction(&format!("shard_size: {size} does not divide {devices} devices")))
+            }
+            Some(size) => Ok(size),
+            None if is_hybrid && devices.is_multiple_of(of_machine.max(1)) => {
+                Ok(of_machine.clamp(1, devices.max(1)))
+            }
+            None => Ok(devices),
         }
     }
 
@@ -427,7 +450,8 @@ impl Resolver<'_> {
     /// Version boundaries: transformers' PR 35646 (labels are shifted instead of logits) and the move of the loss out of the models (4.45).
     fn loss(&mut self, stack: Stack, versions: &Versions, model: &ModelSpec) -> Result<Loss, RequestError> {
         // torchtune compiles its loss too (`training.compile_loss`).
-        let chunks_of_torchtune = Loss::Chunked { chunks: 8, compiled: self.request.compile };
+        let chunks = self.request.loss_chunks.unwrap_or(8).max(1);
+        let chunks_of_torchtune = Loss::Chunked { chunks, compiled: self.request.compile };
         let chunks_of_litgpt = match self.request.lora {
             Some(_) => Loss::ChunkedKept { tokens: 128 },
             None => Loss::WholeKept { rows: 128 },

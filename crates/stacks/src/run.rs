@@ -334,6 +334,12 @@ pub struct Run {
     pub liger_layers: bool,
     /// Ranks, each with a device.
     pub devices: u64,
+    /// Of these, so many share out among them.
+    pub shard_devices: u64,
+    /// DeepSpeed's buffer of gradients, where its size is said: elements.
+    pub reduce_bucket: Option<u64>,
+    /// Such buffers.
+    pub reduce_buckets: u64,
     /// How they share the model.
     pub sharding: Sharding,
     /// Versions of the libraries.

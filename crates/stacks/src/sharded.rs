@@ -43,6 +43,8 @@ pub(crate) struct Shards {
     gradients_away: bool,
     /// Elements of DeepSpeed's bucket.
     bucket: u64,
+    /// How many.
+    buckets: u64,
 }
 
 /// The run as the model of a rank sees it: where a wrapper casts weights, no autocast does.
@@ -87,7 +89,9 @@ impl Shards {
             last: Cell::new(None),
             gradients_away: offload.optimizer,
             // What transformers makes of "auto" at stage 3 (`trainer_config_finalize`).
+            buckets: run.reduce_buckets,
             bucket: match run.sharding {
+                _ if run.reduce_bucket.is_some() => run.reduce_bucket.unwrap_or_default(),
                 Sharding::Zero { stage: 3, .. } => run.model.hidden_size.saturating_pow(2),
                 _ => REDUCE_BUCKET,
             },
@@ -122,10 +126,11 @@ impl Shards {
         if kept.is_empty() {
             let trained: u64 = self.units.iter().map(Unit::trained_elements).sum();
             let elements = self.bucket.min(trained);
-            let bucket = torch.of_kind(Kind::Communication, || {
-                torch.empty(&[elements], self.units[0].gradient_type(), "ipg_buffer")
-            });
-            kept.push(bucket);
+            for _ in 0..self.buckets {
+                kept.push(torch.of_kind(Kind::Communication, || {
+                    torch.empty(&[elements], self.units[0].gradient_type(), "ipg_buffer")
+                }));
+            }
         }
     }
 

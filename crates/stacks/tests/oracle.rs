@@ -112,6 +112,7 @@ fn a_rank_has_what_fsdp_and_deepspeed_give_it() {
     for (case, expected) in fixture["cases"].as_object().expect("cases") {
         let mut run = case::run_of(&of_torch, "llama-f32-full-eager-off").expect("a case of the oracle");
         run.devices = fixture["ranks"].as_u64().expect("ranks");
+        run.shard_devices = run.devices;
         run.outputs = Outputs::Dropped;
         let offload = Offload::default();
         run.sharding = match case.as_str() {

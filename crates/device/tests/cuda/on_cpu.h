@@ -223,7 +223,7 @@ inline bool run_block(unsigned threads) {
             }
         }
         let_go(threads);
-        if (!seed) std::sort(core->ready.begin(), core->ready.end());
+        if (!seed && !std::is_sorted(core->ready.begin(), core->ready.end())) std::sort(core->ready.begin(), core->ready.end());
     }
     return ended == threads;
 }

@@ -144,6 +144,10 @@ impl Imported {
 
 /// The keys of a text and the program that has such keys.
 fn read(text: &str, origin: &str) -> Result<(Vec<Leaf>, &'static Program), ConfigError> {
+    if origin.ends_with(".toml") {
+        let reason = format!("a TOML file, and of none of {}; TorchTitan's are not read", Program::names());
+        return Err(ConfigError::Syntax { place: Place::argument(origin), reason });
+    }
     let document = Document { text, kind: NodeKind::File(origin) };
     let node = document.parse();
     let is_map = node.as_ref().is_ok_and(|node| matches!(node.value, Yaml::Map(_)));
@@ -167,18 +171,32 @@ fn read(text: &str, origin: &str) -> Result<(Vec<Leaf>, &'static Program), Confi
     if leaves.is_empty() {
         return Err(ConfigError::Empty { origin: origin.to_owned() });
     }
-    let kind = leaves.iter().find(|leaf| leaf.key == "peft_type");
-    match kind.filter(|kind| !kind.value.eq_ignore_ascii_case("lora")) {
-        Some(kind) => Err(ConfigError::Syntax {
-            place: Place::argument(&kind.place),
-            reason: format!(
-                "peft_type {} is not known: of PEFT's adapters LoRA is (with DoRA, rsLoRA and PiSSA)",
-                shortened(&kind.value)
-            ),
-        }),
-        None => Ok((leaves, program)),
+    for (whose, key, known, words) in KINDS {
+        let other = |leaf: &&Leaf| {
+            program.name == whose
+                && leaf.key == key
+                && !known.iter().any(|one| one.eq_ignore_ascii_case(&leaf.value))
+        };
+        if let Some(kind) = leaves.iter().find(other) {
+            let reason = format!("{key} {} is another kind of run: {words}", shortened(&kind.value));
+            return Err(ConfigError::Syntax { place: Place::argument(&kind.place), reason });
+        }
     }
+    Ok((leaves, program))
 }
+
+/// Whose keys say what kind of run it is, the kinds that are known here, and these in words.
+const KINDS: [(&str, &str, &[&str], &str); 4] = [
+    (
+        "PEFT's adapter_config",
+        "peft_type",
+        &["lora"],
+        "of PEFT's adapters LoRA is known (with DoRA, rsLoRA and PiSSA)",
+    ),
+    ("LLaMA-Factory", "finetuning_type", &["full", "lora"], "full and lora are known"),
+    ("LLaMA-Factory", "stage", &["pt", "sft"], "pt and sft are known, and no preferences or rewards"),
+    ("axolotl", "rl", &["false"], "training on preferences is not known"),
+];
 
 /// Whether a key names a file that is read too: DeepSpeed's, or accelerate's in a script.
 fn names_a_file(key: &str, value: &str) -> bool {
@@ -608,7 +626,13 @@ mod tests {
         check(text, &settings, &["theirs:2:69: bias (none)"]);
         let other = text.replace("LORA", "IA3");
         let error = Imported::from_text(&other, "theirs", None).unwrap_err().to_string();
-        assert!(error.starts_with("theirs:1:15: peft_type IA3 is not known"), "{error}");
+        assert!(error.starts_with("theirs:1:15: peft_type IA3 is another kind of run"), "{error}");
+        for text in
+            ["finetuning_type: freeze\n", "finetuning_type: lora\nstage: dpo\n", "base_model: m\nrl: dpo\n"]
+        {
+            let error = Imported::from_text(text, "theirs", None).unwrap_err().to_string();
+            assert!(error.contains("another kind of run"), "{error}");
+        }
     }
 
     #[test]

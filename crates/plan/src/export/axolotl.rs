@@ -13,6 +13,7 @@ use crate::config::{DataFormat, MasterWeights, MixedPrecision, TrainOn, Training
 
 pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     sheet.head("Start with: axolotl train FILE.");
+    sheet.say_ranks();
     let mut page = Page::default();
     page.put("base_model", sheet.model_path("axolotl begins with a model that is there; set model.path")?);
     put_adapter(sheet, &mut page)?;

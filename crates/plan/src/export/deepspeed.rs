@@ -54,6 +54,7 @@ pub(super) fn for_trainer(sheet: &mut Sheet<'_>) -> Page {
     }
     page.put("bf16", json!({ "enabled": "auto" }));
     page.put("fp16", json!({ "enabled": "auto" }));
+    put_gradient_type(sheet, &mut page);
     page.put("zero_optimization", zero(sheet));
     // `Trainer` makes the optimizer, which may be any.
     page.put("zero_allow_untested_optimizer", true);
@@ -134,9 +135,16 @@ fn put_precision(sheet: &mut Sheet<'_>, page: &mut Page) {
             page.put("bf16", own);
         }
     }
-    sheet.carry(&["training.master_weights", "training.gradient_dtype"]);
+    sheet.carry(&["training.master_weights"]);
+    put_gradient_type(sheet, page);
+}
+
+/// The type that micro-batches are summed in, beside masters. The engine's own is that of the weights.
+fn put_gradient_type(sheet: &mut Sheet<'_>, page: &mut Page) {
+    sheet.carry(&["training.gradient_dtype"]);
+    let masters = sheet.training().master_weights().set();
     let gradients = sheet.training().gradient_dtype().set();
-    if precision != MixedPrecision::F32 && masters != Some(MasterWeights::None) {
+    if sheet.precision() != MixedPrecision::F32 && masters != Some(MasterWeights::None) {
         let mut types = Page::default();
         types.put("grad_accum_dtype", if gradients == Some(GradientDtype::Bf16) { "bf16" } else { "fp32" });
         page.put("data_types", types);
@@ -173,7 +181,9 @@ pub(super) fn zero(sheet: &mut Sheet<'_>) -> Page {
     if stage == 0 {
         return page;
     }
-    page.put("overlap_comm", sheet.data_ranks() > 1);
+    let asked = sheet.config().parallel.overlap_communication().set();
+    page.put("overlap_comm", asked.unwrap_or(true) && sheet.data_ranks() > 1);
+    sheet.carry(&["parallel.overlap_communication"]);
     page.put("contiguous_gradients", true);
     page.put("reduce_bucket_size", bucket);
     if stage < 3 {

@@ -6,16 +6,18 @@ use plimsoll_step::{ApolloChannels, AttentionKind, OptimizerKind, ZeroStage};
 
 use super::bitsandbytes::{Storage, storage};
 use super::sheet::{Page, Sheet, whole};
-use super::{ExportError, deepspeed, transformers};
+use super::{ExportError, ExportFormat, deepspeed, transformers};
 use crate::config::{DataFormat, MasterWeights, MixedPrecision, TrainOn};
 
 pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     sheet.head("Start with: llamafactory-cli train FILE.");
+    sheet.say_ranks();
     let mut page = Page::default();
     page.put(
         "model_name_or_path",
         sheet.model_path("LLaMA-Factory begins with a model that is there; set model.path")?,
     );
+    check(sheet)?;
     let is_text = sheet.config().data.format() == DataFormat::Text;
     page.put("stage", if is_text { "pt" } else { "sft" });
     page.put("do_train", true);
@@ -28,6 +30,44 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
     sheet.carry(&["parallel.data_parallel", "parallel.zero_stage", "parallel.sharding_strategy"]);
     sheet.leave(&["training.", "parallel.", "data."]);
     Ok(page)
+}
+
+/// What its own parser ends with an error (`hparams/parser.py`, `model/adapter.py`).
+fn check(sheet: &Sheet<'_>) -> Result<(), ExportError> {
+    let Ok(lora) = sheet.adapter_config() else { return Ok(()) };
+    let storage = storage(sheet)?;
+    let pissa = matches!(lora.start, AdapterStart::Pissa { .. });
+    let shares_weights = sheet.stage() == ZeroStage::Weights && sheet.ranks() > 1;
+    let low_rank =
+        matches!(sheet.settings().optimizer.kind, OptimizerKind::GaLore(_) | OptimizerKind::Apollo(..));
+    let refused: [(bool, &'static str, &'static str); 4] = [
+        (
+            low_rank,
+            "LoRA with GaLore or APOLLO",
+            "set training.optimizer to adamw, or training.method to full",
+        ),
+        (
+            shares_weights && matches!(storage, Some(Storage::EightBit)),
+            "weights in 8 bits with ZeRO 3",
+            "set training.quantization to nf4, or parallel.zero_stage to 2",
+        ),
+        (
+            pissa && shares_weights,
+            "pissa_init with ZeRO 3",
+            "set parallel.zero_stage to 2, or make the adapter by its scripts/pissa_init.py",
+        ),
+        (
+            pissa && storage.is_some(),
+            "pissa_init with quantised weights",
+            "make the adapter by its scripts/pissa_init.py, or set training.method to lora",
+        ),
+    ];
+    match refused.into_iter().find(|(is_so, ..)| *is_so) {
+        Some((_, what, remedy)) => {
+            Err(ExportError::Refused { format: ExportFormat::LlamaFactory, what, remedy })
+        }
+        None => Ok(()),
+    }
 }
 
 fn put_method(sheet: &mut Sheet<'_>, page: &mut Page) -> Result<(), ExportError> {

@@ -268,6 +268,17 @@ impl<'a> Sheet<'a> {
         self.notes.push(text.into());
     }
 
+    /// On how many processes the file is to be started, where it does not say it.
+    pub fn say_ranks(&mut self) {
+        if self.ranks() > 1 {
+            let (ranks, machines, sequences) = (self.ranks(), self.machines, self.plan.choice.sequences());
+            let of_machines = if machines > 1 { format!(" on {machines} machines") } else { String::new() };
+            self.say(format!(
+                "ranks: the file is for {ranks} processes{of_machines}, with {sequences} sequences in a step; the launcher says how many there are."
+            ));
+        }
+    }
+
     /// Takes back what was said of a key.
     pub fn drop_notes(&mut self, key: &str) {
         self.notes

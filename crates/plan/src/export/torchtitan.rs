@@ -176,7 +176,18 @@ fn put_training(sheet: &mut Sheet<'_>, page: &mut Page) {
         ("memory.offload.optimizer", offload.optimizer),
     ];
     let any = tiers.iter().any(|(_, tier)| *tier != Tier::Device);
-    own.put("enable_cpu_offload", any);
+    // Offload is FSDP's: ranks that only repeat each other have none.
+    let shares = sheet.stage() > ZeroStage::Nothing && sheet.settings().ranks.mesh.data > 1;
+    own.put("enable_cpu_offload", any && shares);
+    if any && !shares {
+        for (key, _) in tiers.iter().filter(|(_, tier)| *tier != Tier::Device) {
+            sheet.note(
+                key,
+                "TorchTitan offloads by FSDP alone; set parallel.zero_stage to 2 or 3 on several devices.",
+            );
+        }
+    }
+    let any = any && shares;
     for (key, tier) in tiers.into_iter().filter(|_| any) {
         match tier {
             Tier::Host => sheet.carry(&[key]),
@@ -220,8 +231,18 @@ fn put_parallel(sheet: &mut Sheet<'_>, page: &mut Page) {
     own.put("tensor_parallel_degree", mesh.tensor);
     own.put("pipeline_parallel_degree", mesh.pipeline);
     if mesh.pipeline > 1 {
-        let form = sheet.config().parallel.pipeline_schedule();
-        own.put("pipeline_parallel_schedule", if form.to_string() == "gpipe" { "GPipe" } else { "1F1B" });
+        let form = sheet.config().parallel.pipeline_schedule().to_string();
+        let schedule = match form.as_str() {
+            "gpipe" => "GPipe",
+            "interleaved" => "Interleaved1F1B",
+            _ => "1F1B",
+        };
+        own.put("pipeline_parallel_schedule", schedule);
+        if form == "interleaved" {
+            let stages = u64::from(mesh.pipeline) * sheet.config().parallel.virtual_stages();
+            let layers = u64::from(sheet.plan.spec.num_layers);
+            own.put("pipeline_parallel_layers_per_stage", layers.div_ceil(stages.max(1)));
+        }
         own.put("pipeline_parallel_microbatch_size", sheet.settings().batch_size);
     }
     own.put("context_parallel_degree", mesh.context);

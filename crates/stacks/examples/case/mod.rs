@@ -66,6 +66,9 @@ pub fn run_of(fixture: &Value, case: &str) -> Result<Run, String> {
         outputs: Outputs::UntilNextForward,
         liger_layers: false,
         devices: 1,
+        shard_devices: 1,
+        reduce_bucket: None,
+        reduce_buckets: 1,
         sharding: Sharding::None,
         versions: Versions {
             // The oracle sends grouped heads in f32 to the math kernel, as PyTorch does before 2.14.

@@ -257,7 +257,15 @@ fn words_of_fsdp(draft: &mut Draft, value: &str) -> Option<()> {
 }
 
 fn checkpointing(draft: &mut Draft, value: &str) -> Option<()> {
+    // axolotl's `offload`: what checkpointing keeps goes to the host.
+    if value == "offload" {
+        draft.set("activation_offloading", true)?;
+    }
     draft.set("gradient_checkpointing", is_true(value) || ["unsloth", "offload"].contains(&value))
+}
+
+fn offloads_activations(draft: &mut Draft, value: &str) -> Option<()> {
+    if is_true(value) { draft.set("activation_offloading", true) } else { Some(()) }
 }
 
 fn liger(draft: &mut Draft, value: &str) -> Option<()> {
@@ -310,6 +318,12 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("train_micro_batch_size_per_gpu", BATCH),
     ("batch_size", BATCH),
     ("per_device_eval_batch_size", |draft, value| draft.number("eval_batch_size", value)),
+    // axolotl's.
+    ("eval_batch_size", |draft, value| draft.number("eval_batch_size", value)),
+    ("val_set_size", |draft, value| {
+        draft.evaluates |= value.parse::<f64>().ok()? > 0.0;
+        Some(())
+    }),
     ("eval_strategy", evaluates),
     ("evaluation_strategy", evaluates),
     ("do_eval", evaluates),
@@ -347,9 +361,8 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("activation_checkpointing", checkpointing),
     ("enable_activation_checkpointing", checkpointing),
     ("fsdp_activation_checkpointing", checkpointing),
-    ("enable_activation_offloading", |draft, value| {
-        if is_true(value) { draft.set("activation_offloading", true) } else { Some(()) }
-    }),
+    ("enable_activation_offloading", offloads_activations),
+    ("activation_offloading", offloads_activations),
     ("disable_gradient_checkpointing", |draft, value| draft.set("gradient_checkpointing", !is_true(value))),
     ("gradient_checkpointing_kwargs.use_reentrant", |draft, value| {
         draft.set("use_reentrant", is_true(value))
@@ -413,6 +426,17 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("deepspeed_config.offload_param_device", OFFLOAD_PARAMETERS),
     ("distributed_type", |_, value| matches!(value, "NO" | "MULTI_GPU" | "FSDP" | "DEEPSPEED").then_some(())),
     ("fsdp", words_of_fsdp),
+    ("dp_shard_size", |draft, value| draft.number("shard_size", value)),
+    ("dp_replicate_size", |draft, value| {
+        let replicas: u64 = value.parse().ok()?;
+        if replicas > 1 { draft.set("fsdp", "hybrid_shard") } else { Some(()) }
+    }),
+    ("zero_optimization.reduce_bucket_size", |draft, value| {
+        let elements: f64 = value.parse().ok()?;
+        (1.0..1e15).contains(&elements).then_some(())?;
+        draft.set("reduce_bucket_size", elements as u64)
+    }),
+    ("zero_optimization.overlap_comm", |draft, value| draft.set("overlap_comm", is_true(value))),
     ("fsdp_version", |draft, value| draft.number("fsdp_version", value)),
     ("fsdp_sharding_strategy", strategy),
     ("fsdp_reshard_after_forward", strategy),
@@ -422,6 +446,16 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("compile", compiles),
     ("use_liger_kernel", liger),
     ("enable_liger_kernel", liger),
+    // axolotl's.
+    ("chunked_cross_entropy", |draft, value| draft.when(value, "loss", "chunked")),
+    ("cut_cross_entropy", |draft, value| draft.when(value, "loss", "cce")),
+    ("liger_fused_linear_cross_entropy", |draft, value| draft.when(value, "loss", "liger")),
+    ("loss.num_output_chunks", |draft, value| draft.number("loss_chunks", value)),
+    // LLaMA-Factory's: optimizers that a request refuses by name, where they are not known.
+    ("use_galore", |draft, value| draft.when(value, "optimizer", "galore_adamw")),
+    ("use_apollo", |draft, value| draft.when(value, "optimizer", "apollo_adamw")),
+    ("use_badam", |draft, value| draft.when(value, "optimizer", "badam")),
+    ("use_adam_mini", |draft, value| draft.when(value, "optimizer", "adam_mini")),
     ("use_unsloth", |draft, value| draft.when(value, "stack", "unsloth")),
     ("loss._component_", |draft, value| match value.rsplit('.').next() {
         Some("CrossEntropyLoss") => draft.set("loss", "full"),

@@ -52,7 +52,7 @@ impl Sizes {
         };
         Sizes {
             four_bit,
-            ranks: if run.sharding == Sharding::FsdpWhole { 1 } else { run.devices.max(1) },
+            ranks: if run.sharding == Sharding::FsdpWhole { 1 } else { run.shard_devices.max(1) },
             sharding: run.sharding,
             offload,
             gathered: inner.weights,

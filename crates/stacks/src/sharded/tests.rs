@@ -52,6 +52,30 @@ fn fsdp_holds_an_eighth_of_weights_and_states() {
     }
 }
 
+/// A hybrid shares out within a machine, or among as many as it says.
+#[test]
+fn a_hybrid_of_fsdp_holds_what_a_rank_of_one_machine_holds() {
+    let alone = estimate(8, r#"{"fsdp": "full_shard", "sequence_length": 2048}"#).allocated_peak_bytes;
+    let two = |changes: &str| estimate(16, changes).allocated_peak_bytes;
+    let machines = r#"{"fsdp": "hybrid_shard", "sequence_length": 2048, "hardware": "2x8xa100-80"}"#;
+    assert_eq!(two(machines), alone);
+    let said = r#"{"fsdp": "hybrid_shard", "sequence_length": 2048, "shard_size": 8}"#;
+    assert_eq!(two(said), alone);
+    assert!(two(r#"{"fsdp": "full_shard", "sequence_length": 2048}"#) < alone);
+}
+
+/// DeepSpeed's buffer of gradients has the size that the file says, twice where one is sent while the other is filled.
+#[test]
+fn deepspeeds_buffer_is_as_large_as_it_is_said() {
+    let with =
+        |changes: &str| kind(&estimate(8, &format!("{{\"zero_stage\": 2{changes}}}")), Kind::Communication);
+    let small = with(", \"reduce_bucket_size\": 1000000");
+    about(with(", \"reduce_bucket_size\": 2000000"), 2 * small);
+    about(with(", \"reduce_bucket_size\": 1000000, \"overlap_comm\": true"), 2 * small);
+    // No larger than what is trained.
+    assert_eq!(with(", \"reduce_bucket_size\": 2000000000"), with(""));
+}
+
 /// DeepSpeed: 16-bit weights on every rank, master weights and two states shared.
 #[test]
 fn zero_1_and_2_share_masters_and_states() {

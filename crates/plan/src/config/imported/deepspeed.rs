@@ -2,7 +2,7 @@
 
 use super::words::{Entry, among, optimizer, place, same, schedule, steps, warmup_steps, when_true};
 
-pub const ENTRIES: [Entry; 25] = [
+pub const ENTRIES: [Entry; 26] = [
     ("train_micro_batch_size_per_gpu", "training.batch_size", same),
     ("gradient_accumulation_steps", "training.gradient_accumulation_steps", same),
     ("train_batch_size", "training.effective_batch_size", same),
@@ -10,6 +10,9 @@ pub const ENTRIES: [Entry; 25] = [
     ("bf16.enabled", "training.mixed_precision", |v| when_true(v, "bf16")),
     ("fp16.enabled", "training.mixed_precision", |v| when_true(v, "fp16")),
     ("zero_optimization.stage", "parallel.zero_stage", same),
+    ("zero_optimization.overlap_comm", "parallel.overlap_communication", |v| {
+        among(v, &[("true", "true"), ("false", "false")])
+    }),
     ("zero_optimization.offload_optimizer.device", "memory.offload.optimizer", place),
     // Gradients go where the optimizer is.
     ("zero_optimization.offload_optimizer.device", "memory.offload.gradients", place),

@@ -4,7 +4,7 @@ use super::words::{
     Entry, among, checkpointing, optimizer, same, schedule, steps, warmup_share, warmup_steps, when_true,
 };
 
-pub const ENTRIES: [Entry; 33] = [
+pub const ENTRIES: [Entry; 34] = [
     ("per_device_train_batch_size", "training.batch_size", same),
     ("gradient_accumulation_steps", "training.gradient_accumulation_steps", same),
     ("num_train_epochs", "training.epochs", same),
@@ -25,6 +25,8 @@ pub const ENTRIES: [Entry; 33] = [
     ("bf16", "training.mixed_precision", |v| when_true(v, "bf16")),
     ("fp16", "training.mixed_precision", |v| when_true(v, "fp16")),
     ("gradient_checkpointing", "training.gradient_checkpointing", checkpointing),
+    // axolotl's `offload`: what is kept goes to the host.
+    ("gradient_checkpointing", "memory.offload.activations", |v| among(v, &[("offload", "host")])),
     ("activation_checkpointing", "training.gradient_checkpointing", checkpointing),
     ("seed", "training.seed", same),
     ("data_seed", "data.seed", same),

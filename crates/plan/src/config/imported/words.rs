@@ -75,7 +75,7 @@ pub fn when_true(value: &str, ours: &str) -> Option<String> {
 }
 
 pub fn checkpointing(value: &str) -> Option<String> {
-    among(value, &[("true", "full"), ("false", "none")])
+    among(value, &[("true", "full"), ("false", "none"), ("offload", "full"), ("unsloth", "full")])
 }
 
 /// Steps of a warm-up; transformers 5 takes a number below 1 for a share.
