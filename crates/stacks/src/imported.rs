@@ -35,6 +35,9 @@ const UNIFORM: [(&str, &str); 5] = [
     ("target_parameters", "adapters of parameters are not counted"),
 ];
 
+/// A script names accelerate's file, and that DeepSpeed's.
+const NAMED: u32 = 2;
+
 /// Values that say nothing.
 const NOTHING: [&str; 5] = ["", "{}", "[]", "null", "None"];
 
@@ -47,6 +50,11 @@ impl Imported {
     /// # Errors
     /// The file cannot be read or is none of these.
     pub fn from_file(path: &Path) -> Result<Imported, ConfigError> {
+        Imported::read(path, NAMED)
+    }
+
+    /// The same, with files that it names, and those that they name, so many times.
+    fn read(path: &Path, further: u32) -> Result<Imported, ConfigError> {
         let file = ForeignFile::read(path)?;
         let has = |key: &str| file.keys.iter().any(|one| one.key == key);
         if has("model_type") && !has("base_model") {
@@ -73,9 +81,10 @@ impl Imported {
         }
         let mut keys = draft.finish();
         // transformers names DeepSpeed's file in its own, and a launcher accelerate's.
-        for named in file.keys.iter().filter(|one| one.names_a_file()) {
-            let Some(folder) = path.parent() else { continue };
-            let inner = Imported::from_file(&folder.join(&named.value))?;
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let named = file.keys.iter().filter_map(|one| Some((one, one.named_file(folder)?)));
+        for (named, inner) in named.filter(|_| further > 0) {
+            let inner = Imported::read(&inner, further - 1)?;
             left.retain(|line| *line != named.shown());
             left.extend(inner.left);
             for (key, value) in inner.keys {
@@ -98,7 +107,9 @@ fn take(draft: &mut Draft, key: &ForeignKey) -> bool {
         .unwrap_or(&key.key);
     let of_fsdp = name.len() < key.key.len() && key.key.starts_with("fsdp_config.");
     let name = if of_fsdp { format!("fsdp_{}", name.trim_start_matches("fsdp_")) } else { name.to_owned() };
-    draft.has_fsdp |= of_fsdp || key.key == "distributed_type" && key.value == "FSDP";
+    // The trainer writes that section whether FSDP is on or not.
+    let by_section = ["axolotl", "accelerate"].contains(&draft.program);
+    draft.has_fsdp |= of_fsdp && by_section || key.key == "distributed_type" && key.value == "FSDP";
     if key.value == "auto" || key.value == "null" {
         return true;
     }
@@ -145,6 +156,14 @@ mod tests {
         let with_optimizer = r#"{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}"#;
         std::fs::write(folder.path().join("ds.json"), with_optimizer).unwrap();
         assert_eq!(Imported::from_file(&path).unwrap().keys["optimizer"], "fused_adam");
+        // accelerate names it, too; one that names itself ends.
+        let accelerate = folder.path().join("accelerate.yaml");
+        let text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n";
+        std::fs::write(&accelerate, text).unwrap();
+        assert_eq!(Imported::from_file(&accelerate).unwrap().keys["zero_stage"], 2);
+        let itself = folder.path().join("itself.json");
+        std::fs::write(&itself, r#"{"optim": "sgd", "deepspeed": "itself.json"}"#).unwrap();
+        assert_eq!(Imported::from_file(&itself).unwrap().keys["optimizer"], "sgd");
         std::fs::write(&path, r#"{"optim": "sgd", "deepspeed": "no.json"}"#).unwrap();
         assert!(Imported::from_file(&path).is_err());
     }
@@ -195,6 +214,20 @@ mod tests {
              {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 8}\n",
             "accelerate",
             json!({"devices": 16, "fsdp_version": 2, "fsdp": "hybrid_shard", "shard_size": 8, "stack": "hf"}),
+            0,
+        );
+        check(
+            "off.json",
+            r#"{"per_device_train_batch_size": 4, "fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": false}}"#,
+            "TrainingArguments",
+            json!({"batch_size": 4, "stack": "hf"}),
+            2,
+        );
+        check(
+            "on.json",
+            r#"{"per_device_train_batch_size": 4, "fsdp": "auto_wrap offload"}"#,
+            "TrainingArguments",
+            json!({"batch_size": 4, "fsdp": "full_shard", "offload": "all", "stack": "hf"}),
             0,
         );
         let folder = tempfile::tempdir().unwrap();

@@ -23,6 +23,9 @@ use crate::run::{
 pub(crate) use adapter::is_first_qwen;
 use words::{Named, word};
 
+/// Devices of a machine where none is named.
+const MACHINE: u64 = 8;
+
 /// A run, the machine that it is on, and what was decided.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resolved {
@@ -125,6 +128,7 @@ impl Resolver<'_> {
         let checkpointing = self.checkpointing(stack, &versions);
         let [batch, sequence] = self.shape(phase, &model)?;
         let devices = self.devices(&target)?;
+        let shard_devices = self.shard_devices(&target, devices)?;
         let run = Run {
             stack,
             phase,
@@ -151,7 +155,7 @@ impl Resolver<'_> {
             outputs: self.outputs(stack)?,
             liger_layers: request.liger,
             devices,
-            shard_devices: self.shard_devices(&target, devices)?,
+            shard_devices,
             reduce_bucket: request.reduce_bucket_size,
             reduce_buckets: match (sharding, request.overlap_comm) {
                 // One is filled while the other is sent (`stage_1_and_2.py`).
@@ -285,16 +289,21 @@ impl Resolver<'_> {
     }
 
     /// Devices that share out among them: in a hybrid of FSDP those of a machine.
-    fn shard_devices(&self, target: &Target, devices: u64) -> Result<u64, RequestError> {
+    fn shard_devices(&mut self, target: &Target, devices: u64) -> Result<u64, RequestError> {
         let is_hybrid = self.request.fsdp.as_deref().is_some_and(|name| name.contains("hybrid"));
-        let (of_machine, asked) = (target.devices_of_machine, self.request.shard_size);
-        match asked {
+        let of_machine = match target.devices() {
+            // The card alone is named.
+            0 | 1 => MACHINE,
+            _ => target.devices_of_machine,
+        };
+        match self.request.shard_size {
             Some(size) if size == 0 || !devices.is_multiple_of(size) => {
                 Err(contradiction(&format!("shard_size: {size} does not divide {devices} devices")))
             }
             Some(size) => Ok(size),
-            None if is_hybrid && devices.is_multiple_of(of_machine.max(1)) => {
-                Ok(of_machine.clamp(1, devices.max(1)))
+            None if is_hybrid && devices > of_machine && devices.is_multiple_of(of_machine) => {
+                let rule = "a hybrid shares out within a machine: of the hardware, or of eight devices";
+                Ok(self.decide("shard_size", of_machine.to_string(), rule, of_machine))
             }
             None => Ok(devices),
         }

@@ -16,7 +16,7 @@ mod torchtune;
 mod trainer;
 mod words;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::document::{Input, Yaml, shortened};
 use super::load::{Document, NodeKind, read_file};
@@ -34,6 +34,9 @@ pub struct Imported {
     /// What is not understood, or says nothing of a step here: its place, key and value.
     pub left: Vec<String>,
 }
+
+/// A script names accelerate's file, and that DeepSpeed's.
+const NAMED: u32 = 2;
 
 /// What says nothing when it is off.
 const OFF: [&str; 4] = ["false", "none", "0", "-1"];
@@ -73,10 +76,15 @@ impl Imported {
 
     /// The same of a text; files that it names are looked for in `folder`, if there is one.
     fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
+        Imported::read(text, origin, folder, NAMED)
+    }
+
+    /// The same, with files that it names, and those that they name, so many times.
+    fn read(text: &str, origin: &str, folder: Option<&Path>, further: u32) -> Result<Imported, ConfigError> {
         let (leaves, program) = read(text, origin)?;
         let mut imported = Imported::default();
         for leaf in &leaves {
-            imported.take(leaf, program, folder)?;
+            imported.take(leaf, program, folder, further)?;
         }
         if imported.overrides.is_empty() {
             let reason = format!("no key of {} or of a training script is in it", Program::names());
@@ -87,7 +95,13 @@ impl Imported {
     }
 
     /// Takes a key for what it means to a program.
-    fn take(&mut self, leaf: &Leaf, program: &Program, folder: Option<&Path>) -> Result<(), ConfigError> {
+    fn take(
+        &mut self,
+        leaf: &Leaf,
+        program: &Program,
+        folder: Option<&Path>,
+        further: u32,
+    ) -> Result<(), ConfigError> {
         let inner = leaf.key.strip_prefix("deepspeed.").filter(|_| program.holds_deepspeed);
         let entries = match (inner, leaf.key.strip_prefix("fsdp_config.")) {
             (Some(inner), _) => Program::of(["zero_optimization"].into_iter()).meanings(inner),
@@ -98,12 +112,13 @@ impl Imported {
             (None, None) => program.meanings(&leaf.key),
         };
         if program.holds_deepspeed && names_a_file(&leaf.key, &leaf.value) {
-            let Some(folder) = folder else {
+            let Some(folder) = folder.filter(|_| further > 0) else {
                 self.left.push(leaf.shown());
                 return Ok(());
             };
-            let (text, origin) = read_file(&folder.join(&leaf.value))?;
-            let Imported { overrides, left } = Imported::from_text(&text, &origin, None)?;
+            let (text, origin) = read_file(&beside(folder, &leaf.value))?;
+            let inner = Imported::read(&text, &origin, Some(folder), further - 1)?;
+            let Imported { overrides, left } = inner;
             self.overrides.extend(overrides);
             self.left.extend(left);
             return Ok(());
@@ -198,11 +213,18 @@ const KINDS: [(&str, &str, &[&str], &str); 4] = [
     ("axolotl", "rl", &["false"], "training on preferences is not known"),
 ];
 
+/// A file that another one names: from that one's folder on, or from where the command runs.
+fn beside(folder: &Path, name: &str) -> PathBuf {
+    let own = folder.join(name);
+    let here = PathBuf::from(name);
+    if !own.exists() && here.exists() { here } else { own }
+}
+
 /// Whether a key names a file that is read too: DeepSpeed's, or accelerate's in a script.
 fn names_a_file(key: &str, value: &str) -> bool {
     let is = |ends: &[&str]| ends.iter().any(|end| value.ends_with(end));
     match key {
-        "deepspeed" | "deepspeed_config" => is(&[".json"]),
+        "deepspeed" | "deepspeed_config" | "deepspeed_config.deepspeed_config_file" => is(&[".json"]),
         "config_file" => is(&[".yaml", ".yml", ".json"]),
         _ => false,
     }
@@ -247,9 +269,10 @@ impl ForeignKey {
         format!("{}: {} ({})", self.place, self.key, shortened(&self.value))
     }
 
-    /// Whether it names a file that is read too: DeepSpeed's, or accelerate's in a script.
-    pub fn names_a_file(&self) -> bool {
-        names_a_file(&self.key, &self.value)
+    /// The file that it names, where that is read too: DeepSpeed's, or accelerate's in a script. `folder` is that of the file which
+    /// names it.
+    pub fn named_file(&self, folder: &Path) -> Option<PathBuf> {
+        names_a_file(&self.key, &self.value).then(|| beside(folder, &self.value))
     }
 }
 
@@ -608,6 +631,10 @@ mod tests {
             "training.gradient_checkpointing=full",
         ];
         check(trainer, &settings, &[]);
+        // The trainer writes the section whether FSDP is on or not.
+        let off = r#"{"per_device_train_batch_size": 4, "fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": false}}"#;
+        let imported = Imported::from_text(off, "theirs", None).unwrap();
+        assert_eq!(imported.overrides.len(), 1, "{imported:?}");
     }
 
     #[test]

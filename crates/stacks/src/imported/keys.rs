@@ -12,7 +12,7 @@ pub struct Draft {
     pub has_fsdp: bool,
     /// Whether the trainer evaluates; the size of its batches alone says nothing.
     evaluates: bool,
-    program: &'static str,
+    pub program: &'static str,
 }
 
 /// What a key does to a draft; `None` where its value says nothing.
@@ -249,9 +249,13 @@ fn words_of_fsdp(draft: &mut Draft, value: &str) -> Option<()> {
     let words = value.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     for word in words {
         match word {
+            "" | "false" | "False" => continue,
             "offload" => drop(draft.set("offload", "all")),
-            other => drop(strategy(draft, other)),
+            // `fsdp: true` says no strategy.
+            other if !is_true(other) => drop(strategy(draft, other)),
+            _ => {}
         }
+        draft.has_fsdp = true;
     }
     Some(())
 }

@@ -75,7 +75,7 @@ const PROGRAMS: [Program; 8] = [
         name: "accelerate",
         marks: &["compute_environment", "distributed_type", "fsdp_config.", "deepspeed_config."],
         tables: &[&accelerate::ENTRIES, &accelerate::FSDP],
-        holds_deepspeed: false,
+        holds_deepspeed: true,
         answers: &[],
         defaults: &[],
     },

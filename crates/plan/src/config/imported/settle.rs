@@ -15,7 +15,7 @@ impl Imported {
         }
         self.settle_torchtune(leaves);
         self.settle_data();
-        self.settle_fsdp(leaves);
+        self.settle_fsdp(program, leaves);
         self.settle_length();
         self.settle_ranks();
         self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
@@ -118,11 +118,12 @@ impl Imported {
         self.overrides.retain(|one| !is_idle(one));
     }
 
-    /// FSDP shares everything where no strategy is said.
-    fn settle_fsdp(&mut self, leaves: &[Leaf]) {
+    /// FSDP shares everything where no strategy is said. The trainer writes a section for it whether it is on or not.
+    fn settle_fsdp(&mut self, program: &Program, leaves: &[Leaf]) {
+        let by_section = ["axolotl", "accelerate"].contains(&program.name);
         let says = |leaf: &&Leaf| {
-            leaf.key.starts_with("fsdp_config.")
-                || leaf.key == "fsdp" && !["", "[]", "false"].contains(&leaf.value.as_str())
+            by_section && leaf.key.starts_with("fsdp_config.")
+                || leaf.key == "fsdp" && !["", "[]", "false", "False"].contains(&leaf.value.as_str())
                 || leaf.key == "distributed_type" && leaf.value == "FSDP"
         };
         let decided = ["parallel.zero_stage", "parallel.sharding_strategy"];
