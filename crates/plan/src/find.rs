@@ -121,7 +121,9 @@ impl Finder<'_> {
             return Err(FindError::Pointless("a device is looked for by plimsoll plan --find hardware"));
         };
         // Of a batch that is given in all, what divides it.
-        let shares = self.shares(sought);
+        let whole = self.whole_batch(sought);
+        let shares: Option<Vec<u64>> =
+            whole.map(|whole| (1..=whole.min(MOST)).filter(|share| whole.is_multiple_of(*share)).collect());
         let number = |place: u64| match &shares {
             Some(shares) => shares.get(place.saturating_sub(1) as usize).copied().unwrap_or(1),
             // A sequence has two tokens at least.
@@ -189,7 +191,7 @@ impl Finder<'_> {
     fn prepared(&self, sought: Sought) -> Result<RawConfig, FindError> {
         let mut config = self.config.clone();
         match sought {
-            Sought::BatchSize if self.shares(sought).is_some() => {}
+            Sought::BatchSize if self.whole_batch(sought).is_some() => {}
             Sought::BatchSize => {
                 config.training.effective_batch_size = None;
                 if config.training.gradient_accumulation_steps().set().is_none() {
@@ -206,16 +208,15 @@ impl Finder<'_> {
         Ok(config)
     }
 
-    /// The micro-batches that a batch given in all can be made of, rising: its divisors. `None` where the micro-batches of a step are
+    /// A rank's part of a batch that is given in all: micro-batches are its divisors. `None` where the micro-batches of a step are
     /// given, or nothing is.
-    fn shares(&self, sought: Sought) -> Option<Vec<u64>> {
+    fn whole_batch(&self, sought: Sought) -> Option<u64> {
         let training = &self.config.training;
         let whole = training.effective_batch_size.and_then(Auto::set).filter(|_| {
             sought == Sought::BatchSize && training.gradient_accumulation_steps().set().is_none()
         })?;
         let ranks = self.config.parallel.data_parallel().max(1);
-        let own = if whole.is_multiple_of(ranks) { whole / ranks } else { whole };
-        Some((1..=own.min(MOST)).filter(|share| own.is_multiple_of(*share)).collect())
+        Some(if whole.is_multiple_of(ranks) { whole / ranks } else { whole })
     }
 
     /// What the value is a multiple of.

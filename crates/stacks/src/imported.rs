@@ -7,7 +7,7 @@ mod keys;
 
 use std::path::Path;
 
-use plimsoll_plan::config::{ConfigError, ForeignFile, ForeignKey};
+use plimsoll_plan::config::{ConfigError, ForeignFile, ForeignKey, NAMED_FILES};
 use serde_json::{Map, Value, json};
 
 use keys::{Draft, KEYS};
@@ -35,9 +35,6 @@ const UNIFORM: [(&str, &str); 5] = [
     ("target_parameters", "adapters of parameters are not counted"),
 ];
 
-/// A script names accelerate's file, and that DeepSpeed's.
-const NAMED: u32 = 2;
-
 /// Values that say nothing.
 const NOTHING: [&str; 5] = ["", "{}", "[]", "null", "None"];
 
@@ -50,7 +47,7 @@ impl Imported {
     /// # Errors
     /// The file cannot be read or is none of these.
     pub fn from_file(path: &Path) -> Result<Imported, ConfigError> {
-        Imported::read(path, NAMED)
+        Imported::read(path, NAMED_FILES)
     }
 
     /// The same, with files that it names, and those that they name, so many times.
@@ -68,7 +65,7 @@ impl Imported {
             }
             known => known,
         };
-        let mut draft = Draft::new(program);
+        let mut draft = Draft::new(program, file.has_fsdp);
         let mut left = Vec::new();
         for key in &file.keys {
             let of_key = |name: &str| key.key.split('.').next() == Some(name);
@@ -107,9 +104,6 @@ fn take(draft: &mut Draft, key: &ForeignKey) -> bool {
         .unwrap_or(&key.key);
     let of_fsdp = name.len() < key.key.len() && key.key.starts_with("fsdp_config.");
     let name = if of_fsdp { format!("fsdp_{}", name.trim_start_matches("fsdp_")) } else { name.to_owned() };
-    // The trainer writes that section whether FSDP is on or not.
-    let by_section = ["axolotl", "accelerate"].contains(&draft.program);
-    draft.has_fsdp |= of_fsdp && by_section || key.key == "distributed_type" && key.value == "FSDP";
     if key.value == "auto" || key.value == "null" {
         return true;
     }

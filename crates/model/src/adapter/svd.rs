@@ -201,11 +201,11 @@ pub(super) struct SvdDevice(Cpu);
 
 impl SvdDevice {
     /// With room for matrices up to one of so many elements and so many rows and columns together, and singular vectors
-    /// up to `rank`.
+    /// up to `rank`. Of one thread: others would take scratch that no plan counts.
     pub fn new(elements: u64, sides: u64, rank: u64) -> Result<SvdDevice, DeviceError> {
         let vectors = rank.saturating_add((SPARE + BLOCK) as u64).saturating_mul(sides);
         let bytes = elements.saturating_add(vectors).saturating_mul(4).saturating_add(SLACK);
-        Ok(SvdDevice(Cpu::new(bytes, CpuOptions::default())?))
+        Ok(SvdDevice(Cpu::new(bytes, CpuOptions { threads: Some(1), isa: None })?))
     }
 
     /// The `rank` largest singular values of the matrix `[rows, columns]` that `fill` writes. Random vectors are a

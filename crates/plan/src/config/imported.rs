@@ -35,8 +35,8 @@ pub struct Imported {
     pub left: Vec<String>,
 }
 
-/// A script names accelerate's file, and that DeepSpeed's.
-const NAMED: u32 = 2;
+/// How often files that are named by others are followed: a script names accelerate's, and that DeepSpeed's.
+pub const NAMED_FILES: u32 = 2;
 
 /// What says nothing when it is off.
 const OFF: [&str; 4] = ["false", "none", "0", "-1"];
@@ -76,7 +76,7 @@ impl Imported {
 
     /// The same of a text; files that it names are looked for in `folder`, if there is one.
     fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
-        Imported::read(text, origin, folder, NAMED)
+        Imported::read(text, origin, folder, NAMED_FILES)
     }
 
     /// The same, with files that it names, and those that they name, so many times.
@@ -237,6 +237,8 @@ pub struct ForeignFile {
     pub program: &'static str,
     /// What it says, in the order of the file.
     pub keys: Vec<ForeignKey>,
+    /// Whether it turns FSDP on.
+    pub has_fsdp: bool,
 }
 
 /// A key of another program's file: `zero_optimization.stage`.
@@ -258,8 +260,9 @@ impl ForeignFile {
     pub fn read(path: &Path) -> Result<ForeignFile, ConfigError> {
         let (text, origin) = read_file(path)?;
         let (leaves, program) = read(&text, &origin)?;
+        let has_fsdp = leaves.iter().any(|leaf| program.has_fsdp(leaf));
         let keys = leaves.into_iter().map(|Leaf { key, value, place }| ForeignKey { key, value, place });
-        Ok(ForeignFile { program: program.name, keys: keys.collect() })
+        Ok(ForeignFile { program: program.name, keys: keys.collect(), has_fsdp })
     }
 }
 
@@ -682,14 +685,7 @@ mod tests {
             "theirs:1:50: eval_steps 100 (the data are not named)",
             "theirs:1:66: packing false (the data are not named)",
         ];
-        let imported = Imported::from_text(text, "theirs", None).unwrap();
-        assert_eq!(imported.overrides.len(), 1, "{imported:?}");
-        let mut words = imported.left.clone();
-        words.sort();
-        assert!(
-            words.iter().zip(["eval_steps", "packing"]).all(|(line, key)| line.contains(key)),
-            "{left:?}"
-        );
+        check(text, &["training.batch_size=4"], &left);
     }
 
     #[test]

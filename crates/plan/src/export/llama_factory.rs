@@ -17,7 +17,6 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
         "model_name_or_path",
         sheet.model_path("LLaMA-Factory begins with a model that is there; set model.path")?,
     );
-    check(sheet)?;
     let is_text = sheet.config().data.format() == DataFormat::Text;
     page.put("stage", if is_text { "pt" } else { "sft" });
     page.put("do_train", true);
@@ -33,10 +32,8 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Result<Page, ExportError> {
 }
 
 /// What its own parser ends with an error (`hparams/parser.py`, `model/adapter.py`).
-fn check(sheet: &Sheet<'_>) -> Result<(), ExportError> {
-    let Ok(lora) = sheet.adapter_config() else { return Ok(()) };
-    let storage = storage(sheet)?;
-    let pissa = matches!(lora.start, AdapterStart::Pissa { .. });
+fn check(sheet: &Sheet<'_>, start: AdapterStart, storage: Option<&Storage>) -> Result<(), ExportError> {
+    let pissa = matches!(start, AdapterStart::Pissa { .. });
     let shares_weights = sheet.stage() == ZeroStage::Weights && sheet.ranks() > 1;
     let low_rank =
         matches!(sheet.settings().optimizer.kind, OptimizerKind::GaLore(_) | OptimizerKind::Apollo(..));
@@ -77,6 +74,7 @@ fn put_method(sheet: &mut Sheet<'_>, page: &mut Page) -> Result<(), ExportError>
         page.put("finetuning_type", "full");
         return Ok(());
     };
+    check(sheet, lora.start, storage.as_ref())?;
     page.put("finetuning_type", "lora");
     page.put("lora_rank", lora.rank);
     page.put("lora_alpha", lora.alpha.round() as i64);

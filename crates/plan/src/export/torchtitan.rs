@@ -179,17 +179,13 @@ fn put_training(sheet: &mut Sheet<'_>, page: &mut Page) {
     // Offload is FSDP's: ranks that only repeat each other have none.
     let shares = sheet.stage() > ZeroStage::Nothing && sheet.settings().ranks.mesh.data > 1;
     own.put("enable_cpu_offload", any && shares);
-    if any && !shares {
-        for (key, _) in tiers.iter().filter(|(_, tier)| *tier != Tier::Device) {
-            sheet.note(
-                key,
-                "TorchTitan offloads by FSDP alone; set parallel.zero_stage to 2 or 3 on several devices.",
-            );
-        }
-    }
-    let any = any && shares;
     for (key, tier) in tiers.into_iter().filter(|_| any) {
         match tier {
+            Tier::Device if !shares => {}
+            _ if !shares => sheet.note(
+                key,
+                "TorchTitan offloads by FSDP alone; set parallel.zero_stage to 2 or 3 on several devices.",
+            ),
             Tier::Host => sheet.carry(&[key]),
             Tier::Disk => {
                 sheet.note(key, "FSDP offloads to the host alone, and the host has to have room for it.")

@@ -122,9 +122,7 @@ impl Message {
         }
         if has("MPS backend out of memory") {
             // PyTorch prints KB, MB and GB there, of 1024 each (`format_size` of its MPS allocator).
-            let line = [" KB", " MB", " GB"]
-                .iter()
-                .fold(line.to_owned(), |line, unit| line.replace(unit, &unit.replace('B', "iB")));
+            let line = line.replace(" KB", " KiB").replace(" MB", " MiB").replace(" GB", " GiB");
             let mut message = Message::by(Source::Mps);
             message.tried = size_after(&line, "Tried to allocate ");
             message.total = size_after(&line, "max allowed: ");

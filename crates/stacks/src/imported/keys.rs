@@ -8,11 +8,11 @@ pub struct Draft {
     lora: Map<String, Value>,
     /// What torchtune adapts beside what it lists of attention.
     adapted: Vec<&'static str>,
-    /// Whether FSDP's settings are there.
-    pub has_fsdp: bool,
+    /// Whether FSDP is on, with or without a strategy.
+    has_fsdp: bool,
     /// Whether the trainer evaluates; the size of its batches alone says nothing.
     evaluates: bool,
-    pub program: &'static str,
+    program: &'static str,
 }
 
 /// What a key does to a draft; `None` where its value says nothing.
@@ -23,15 +23,8 @@ fn is_true(value: &str) -> bool {
 }
 
 impl Draft {
-    pub fn new(program: &'static str) -> Draft {
-        Draft {
-            keys: Map::new(),
-            lora: Map::new(),
-            adapted: Vec::new(),
-            evaluates: false,
-            has_fsdp: false,
-            program,
-        }
+    pub fn new(program: &'static str, has_fsdp: bool) -> Draft {
+        Draft { keys: Map::new(), lora: Map::new(), adapted: Vec::new(), evaluates: false, has_fsdp, program }
     }
 
     fn set(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
@@ -249,13 +242,11 @@ fn words_of_fsdp(draft: &mut Draft, value: &str) -> Option<()> {
     let words = value.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     for word in words {
         match word {
-            "" | "false" | "False" => continue,
             "offload" => drop(draft.set("offload", "all")),
-            // `fsdp: true` says no strategy.
-            other if !is_true(other) => drop(strategy(draft, other)),
-            _ => {}
+            // A switch says no strategy.
+            "true" | "True" | "false" | "False" => {}
+            other => drop(strategy(draft, other)),
         }
-        draft.has_fsdp = true;
     }
     Some(())
 }

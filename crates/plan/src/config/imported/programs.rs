@@ -1,5 +1,6 @@
 //! The programs whose files are read, and how each is known by its keys.
 
+use super::leaves::Leaf;
 use super::words::{Answer, Entry};
 use super::{accelerate, ava, axolotl, deepspeed, llama_factory, peft, script, torchtune, trainer};
 
@@ -124,6 +125,14 @@ impl Program {
             true => &SCRIPT_OF_LLAMA_FACTORY,
             false => &SCRIPT,
         }
+    }
+
+    /// Whether a key turns FSDP on. The trainer writes a section for it whether it is on or not.
+    pub fn has_fsdp(&self, leaf: &Leaf) -> bool {
+        let by_section = ["axolotl", "accelerate"].contains(&self.name);
+        by_section && leaf.key.starts_with("fsdp_config.")
+            || leaf.key == "fsdp" && !["", "[]", "false", "False"].contains(&leaf.value.as_str())
+            || leaf.key == "distributed_type" && leaf.value == "FSDP"
     }
 
     /// Their names, for an error.

@@ -4,6 +4,7 @@ use super::leaves::Leaf;
 use super::programs::Program;
 use super::{Imported, OFF};
 use crate::config::Override;
+use crate::config::document::shortened;
 
 /// Switches of DeepSpeed, transformers and those who take transformers' arguments.
 const SIXTEEN: [&str; 4] = ["bf16.enabled", "fp16.enabled", "bf16", "fp16"];
@@ -118,26 +119,16 @@ impl Imported {
         self.overrides.retain(|one| !is_idle(one));
     }
 
-    /// FSDP shares everything where no strategy is said. The trainer writes a section for it whether it is on or not.
+    /// FSDP shares everything where no strategy is said.
     fn settle_fsdp(&mut self, program: &Program, leaves: &[Leaf]) {
-        let by_section = ["axolotl", "accelerate"].contains(&program.name);
-        let says = |leaf: &&Leaf| {
-            by_section && leaf.key.starts_with("fsdp_config.")
-                || leaf.key == "fsdp" && !["", "[]", "false", "False"].contains(&leaf.value.as_str())
-                || leaf.key == "distributed_type" && leaf.value == "FSDP"
+        let key = "parallel.zero_stage";
+        let is_said = [key, "parallel.sharding_strategy"].iter().any(|key| self.value(key).is_some());
+        let Some(leaf) = leaves.iter().find(|leaf| program.has_fsdp(leaf)).filter(|_| !is_said) else {
+            return;
         };
-        let decided = ["parallel.zero_stage", "parallel.sharding_strategy"];
-        if let Some(leaf) =
-            leaves.iter().find(says).filter(|_| decided.iter().all(|key| self.value(key).is_none()))
-        {
-            self.left.retain(|left| *left != leaf.shown());
-            let argument = format!("{}: {} {}", leaf.place, leaf.key, leaf.value);
-            self.overrides.push(Override {
-                key: "parallel.zero_stage".to_owned(),
-                value: "3".to_owned(),
-                argument,
-            });
-        }
+        self.left.retain(|left| *left != leaf.shown());
+        let argument = format!("{}: {} {}", leaf.place, leaf.key, shortened(&leaf.value));
+        self.overrides.push(Override { key: key.to_owned(), value: "3".to_owned(), argument });
     }
 
     /// What a key is assigned last.
