@@ -398,9 +398,9 @@ pub struct EvalArgs {
     /// Change how samples are read, for example data.chat_template=alpaca or data.train_on=all (may be repeated)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Tokens of a window; each is scored alone
-    #[arg(long, default_value_t = 512)]
-    pub sequence_length: u64,
+    /// Tokens of a window, each scored alone; by default 512, or as many positions as the model has learned
+    #[arg(long)]
+    pub sequence_length: Option<u64>,
     /// Score every window as generation would see it: through a key-value cache of this type (f32, bf16, f16, int8 or
     /// int4)
     #[arg(long, value_name = "TYPE")]

@@ -220,10 +220,18 @@ impl<'a> Inference<'a> {
                 disk_room: u64::MAX,
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
-                GenerationPlanError::DoesNotFit(_) => Failure::does_not_fit(format!(
-                    "{error}. Beside that it takes {}",
-                    beside_the_model(line, engine.overhead_of_what_computes().unwrap_or(0))
-                )),
+                GenerationPlanError::DoesNotFit(error) => {
+                    let overhead = engine.overhead_of_what_computes().unwrap_or(0);
+                    let beside = beside_the_model(line, overhead);
+                    Failure::does_not_fit(match error.hopeless() {
+                        // What is over the line already comes on top of what is missing for the model.
+                        Some(reason) => format!(
+                            "{reason}. Beside that it takes {beside}. A load line of {} is enough, or a model of a smaller type or size",
+                            room.enough(error.needed.saturating_add(self.others_bytes), overhead)
+                        ),
+                        None => format!("{error}. Beside that it takes {beside}"),
+                    })
+                }
                 GenerationPlanError::Step(error) => error.into(),
             })?;
             let plan = match self.parallel {

@@ -35,6 +35,9 @@ const PLANS: u32 = 4;
 /// What the process's size may drift by between a plan and its run.
 const DRIFT: u64 = 512 << 10;
 
+/// By how much the process's size differs from run to run.
+const OTHERWISE: u64 = 3 << 20;
+
 /// The room for a plan, found by planning: a plan that fills all that there was leaves none for itself and for what
 /// planning has touched.
 pub struct PlanningRoom {
@@ -52,6 +55,12 @@ impl PlanningRoom {
     /// What the model and its working memory may take, where all else takes `overhead` before a plan is made.
     pub fn bytes(&self, overhead: u64) -> u64 {
         self.line.bytes.saturating_sub(overhead).saturating_sub(self.spare)
+    }
+
+    /// A line that is enough for so much, in whole MiB: what the program takes beside it is not quite the same in every run.
+    pub fn enough(&self, models: u64, overhead: u64) -> ByteSize {
+        let bytes = models.saturating_add(overhead).saturating_add(self.spare).saturating_add(OTHERWISE);
+        ByteSize(bytes.div_ceil(1 << 20).saturating_mul(1 << 20))
     }
 
     /// What the process takes with a plan: `models` bytes for models and their working memory, and `beside`, measured once
@@ -135,6 +144,10 @@ mod tests {
         let mut room = PlanningRoom::below(LoadLine { bytes: 10 << 20, by: LimitedBy::Budget });
         let first = room.bytes(4 << 20);
         assert_eq!(first, (6 << 20) - DRIFT);
+        let enough = room.enough(8 << 20, 4 << 20);
+        assert_eq!(enough, ByteSize(16 << 20));
+        let higher = PlanningRoom::below(LoadLine { bytes: enough.0, by: LimitedBy::Budget });
+        assert!(higher.bytes((4 << 20) + OTHERWISE) >= 8 << 20);
         assert!(room.settle(first, (4 << 20) + DRIFT + 100).unwrap().is_none());
         let second = room.bytes(4 << 20);
         assert_eq!(second, first - 100);

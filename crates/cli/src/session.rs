@@ -52,6 +52,11 @@ pub fn load_config_over(
     Ok(config)
 }
 
+/// What was written, whether it can be run or not: for whoever adds to it.
+pub fn written_config(source: &ConfigSource) -> Result<RawConfig, Failure> {
+    read_config(source, &[], &[])
+}
+
 /// The file of a command line, where it is a configuration of the Ava framework, which is read as ours are.
 fn foreign(source: &ConfigSource) -> Result<Option<Imported>, Failure> {
     match &source.config {
@@ -98,13 +103,7 @@ fn read_config(
     }
     match source.config.as_ref().filter(|_| foreign.is_none()) {
         Some(path) => Ok(RawConfig::from_file_with(path, &overrides)?),
-        None => {
-            let mut config = RawConfig::default();
-            for Override { key, value, argument } in &overrides {
-                config.apply_override(key, value, argument)?;
-            }
-            Ok(config)
-        }
+        None => Ok(RawConfig::of_command_line(&overrides)?),
     }
 }
 

@@ -5,9 +5,10 @@ use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
-use plimsoll_model::adapter::AdapterSet;
+use plimsoll_model::adapter::{Adapter, AdapterSet};
 use plimsoll_model::{
-    AdapterLayout, BlockId, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights, TypesByGroup,
+    AdapterLayout, BlockId, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights, Substitute,
+    TypesByGroup,
 };
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::quantized_as;
@@ -43,7 +44,8 @@ impl Weights {
         let adapters = match args.adapter.as_slice() {
             [] => None,
             given => {
-                let folders: Vec<(&Path, f32)> = given.iter().map(|text| folder_and_weight(text)).collect();
+                let folders = given.iter().map(|text| folder_and_weight(text));
+                let folders: Vec<(&Path, f32)> = folders.collect::<Result<_, _>>()?;
                 Some(AdapterSet::open(&folders, files.spec()).map_err(TrainError::from)?)
             }
         };
@@ -53,6 +55,20 @@ impl Weights {
                 errln!("note: adapter_config.json has keys that are not known here: {keys}");
             }
         }
+        for (adapter, _) in adapters.iter().flat_map(|set| set.adapters()).filter(|_| !quiet) {
+            if let Some(base) = another_base(adapter, &args.model) {
+                errln!("note: an adapter was trained on {base}, and the model is {}", args.model);
+            }
+        }
+        let mut substitutes = Vec::new();
+        for p in files.spec().parameters().iter().filter(|_| !quiet) {
+            if let Some(wanted) = quantized.of(p)
+                && let Some(used @ (DType::Q5_0 | DType::Q8_0)) = quantized_as(p, wanted)
+            {
+                Substitute::count(&mut substitutes, wanted, used);
+            }
+        }
+        substitutes.iter().for_each(|substitute| errln!("note: {substitute}"));
         let in_files = StoredWeights::new();
         let mut weights = Weights { files, precision, quantized, adapters, in_files, part: None };
         weights.in_files = weights.find_in_files();
@@ -161,21 +177,53 @@ impl Weights {
 }
 
 /// `DIR` or `DIR=WEIGHT`.
-fn folder_and_weight(text: &str) -> (&Path, f32) {
-    let parts = text.rsplit_once('=').and_then(|(folder, weight)| Some((folder, weight.parse().ok()?)));
-    let (folder, weight) = parts.filter(|(_, weight): &(_, f32)| weight.is_finite()).unwrap_or((text, 1.0));
-    (Path::new(folder), weight)
+fn folder_and_weight(text: &str) -> Result<(&Path, f32), Failure> {
+    let whole = Path::new(text);
+    let Some((folder, weight)) = text.rsplit_once('=').filter(|_| !whole.exists()) else {
+        return Ok((whole, 1.0));
+    };
+    let folder = Path::new(folder);
+    match weight.parse().ok().filter(|weight: &f32| weight.is_finite()) {
+        Some(weight) => Ok((folder, weight)),
+        None if folder.exists() => Err(Failure::usage(format!(
+            "--adapter {text}: {weight:?} is no weight; write a number, as in {}=0.5",
+            folder.display()
+        ))),
+        None => Ok((whole, 1.0)),
+    }
+}
+
+/// Where an adapter says that it belongs to another model than this one, as far as that is on this machine.
+pub fn another_base<'a>(adapter: &'a Adapter, model: &str) -> Option<&'a str> {
+    let base = adapter.config().base_model.as_deref()?;
+    let [own, given] = [base, model].map(|path| std::fs::canonicalize(path).ok());
+    (own? != given?).then_some(base)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn weighted(text: &str) -> (&Path, f32) {
+        folder_and_weight(text).unwrap()
+    }
+
     #[test]
     fn a_weight_is_a_number_after_the_last_equals_sign() {
-        assert_eq!(folder_and_weight("runs/a"), (Path::new("runs/a"), 1.0));
-        assert_eq!(folder_and_weight("runs/a=0.5"), (Path::new("runs/a"), 0.5));
-        assert_eq!(folder_and_weight("runs/x=y"), (Path::new("runs/x=y"), 1.0));
-        assert_eq!(folder_and_weight("runs/x=y=-1"), (Path::new("runs/x=y"), -1.0));
+        assert_eq!(weighted("runs/a"), (Path::new("runs/a"), 1.0));
+        assert_eq!(weighted("runs/a=0.5"), (Path::new("runs/a"), 0.5));
+        assert_eq!(weighted("runs/x=y"), (Path::new("runs/x=y"), 1.0));
+        assert_eq!(weighted("runs/x=y=-1"), (Path::new("runs/x=y"), -1.0));
+        let folder = tempfile::tempdir().unwrap();
+        let (plain, odd) = (folder.path().join("a"), folder.path().join("a=2"));
+        std::fs::create_dir(&plain).unwrap();
+        let text = |path: &Path, rest: &str| format!("{}{rest}", path.display());
+        for bad in ["=half", "=nan", "="] {
+            let error = folder_and_weight(&text(&plain, bad)).unwrap_err().to_string();
+            assert!(error.contains("is no weight; write a number"), "{error}");
+        }
+        assert_eq!(weighted(&text(&odd, "")), (plain.as_path(), 2.0));
+        std::fs::create_dir(&odd).unwrap();
+        assert_eq!(weighted(&text(&odd, "")), (odd.as_path(), 1.0));
     }
 }

@@ -88,6 +88,32 @@ fn plans_need_no_training_and_techniques_can_be_chosen() {
     assert!(String::from_utf8_lossy(&wrong.stderr).contains("checkpoint_full"));
 }
 
+/// What a configuration says is trained, and said.
+#[test]
+fn a_configuration_decides_what_no_flag_does() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("text.txt"), "word ".repeat(200)).unwrap();
+    std::fs::write(
+        folder.path().join("c.yaml"),
+        format!("{}\ndata: {{train: text.txt, sequence_length: 12}}\ntraining: {{batch_size: 3, learning_rate: 0.1}}\n",
+            MODEL.replacen("model.from_scratch=", "model:\n  from_scratch: ", 1)),
+    )
+    .unwrap();
+    let run = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+        command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder.path());
+        command.args(["bench", "memory", "c.yaml", "--only", "loss_chunks", "--steps", "3", "--json"]);
+        document(&command.args(more).output().unwrap())
+    };
+    let losses = |document: &Value| document["ladder"][0]["measured"]["losses"].clone();
+    let said = run(&[]);
+    assert_eq!((&said["batch_size"], &said["sequence_length"]), (&3.into(), &12.into()));
+    assert_eq!(losses(&said), losses(&run(&["--set", "training.learning_rate=0.1"])));
+    assert_ne!(losses(&said), losses(&run(&["--set", "training.learning_rate=0.001"])));
+    let set = run(&["--set", "data.sequence_length=8", "--batch-size", "2"]);
+    assert_eq!((&set["batch_size"], &set["sequence_length"]), (&2.into(), &8.into()));
+}
+
 #[test]
 fn what_does_not_fit_is_said_and_a_model_without_weights_is_refused() {
     let folder = tempfile::tempdir().unwrap();

@@ -200,13 +200,62 @@ fn a_run_that_was_killed_before_its_first_checkpoint_begins_anew() {
 fn what_fails_before_it_begins_leaves_nothing() {
     let folder = folder();
     std::fs::write(folder.path().join("short.txt"), "short").unwrap();
-    fails(folder.path(), 1, &["train", "c.yaml", "--set", "data.train=short.txt"]);
+    let error = fails(folder.path(), 1, &["train", "c.yaml", "--set", "data.train=short.txt"]);
+    assert!(
+        error.contains("data.train: short.txt: 5 tokens") && error.contains("sequence_length=5"),
+        "{error}"
+    );
+    let error = fails(folder.path(), 1, &["train", "c.yaml", "--set", "data.validation=short.txt"]);
+    assert!(
+        error.contains("data.validation: short.txt: ") && error.contains("leave data.validation out"),
+        "{error}"
+    );
     assert!(!folder.path().join("runs").exists(), "after the data");
     fails(folder.path(), 3, &["train", "c.yaml", "--memory", "1MiB"]);
     assert!(!folder.path().join("runs").exists(), "after the plan");
     std::fs::create_dir(folder.path().join("runs")).unwrap();
     fails(folder.path(), 1, &["train", "c.yaml", "--set", "data.train=short.txt"]);
     assert_eq!(names(&folder.path().join("runs")), [""; 0], "what was there stays");
+}
+
+#[test]
+fn a_finished_run_without_a_checkpoint_is_left_as_it_is() {
+    let folder = folder();
+    let train = ["train", "c.yaml", "--set", "output.save_steps=0"];
+    ok(folder.path(), &train);
+    let before = names(&folder.path().join("runs/out"));
+    let resume = [&train[..], &["--resume"]].concat();
+    assert!(ok(folder.path(), &resume).contains("is finished: nothing is left to do"));
+    let report: Value =
+        serde_json::from_str(&ok(folder.path(), &[&resume[..], &["--json"]].concat())).unwrap();
+    assert_eq!(report["finished"], true);
+    assert_eq!(names(&folder.path().join("runs/out")), before);
+    let longer = [&resume[..], &["--set", "training.steps=9"]].concat();
+    assert!(fails(folder.path(), 2, &longer).contains("left no checkpoint to continue from"));
+}
+
+#[test]
+fn a_broken_checkpoint_names_the_one_before_it() {
+    let folder = folder();
+    ok(folder.path(), &["train", "c.yaml", "--set", "training.steps=4"]);
+    let run = folder.path().join("runs/out");
+    let resume = ["train", "c.yaml", "--resume"];
+    for (file, lost) in [("model.safetensors", false), ("optimizer.safetensors", true)] {
+        let file = run.join("checkpoint-4").join(file);
+        let bytes = std::fs::read(&file).unwrap();
+        match lost {
+            true => std::fs::remove_file(&file).unwrap(),
+            false => std::fs::write(&file, &bytes[..bytes.len() / 2]).unwrap(),
+        }
+        let error = fails(folder.path(), 1, &resume);
+        for words in ["checkpoint-4", "move runs/out/checkpoint-4 away", "goes on from runs/out/checkpoint-2"]
+        {
+            assert!(error.contains(words), "{error}");
+        }
+        std::fs::write(&file, &bytes).unwrap();
+    }
+    std::fs::remove_dir_all(run.join("checkpoint-4")).unwrap();
+    ok(folder.path(), &resume);
 }
 
 #[test]

@@ -73,7 +73,31 @@ fn every_family_trains_is_saved_and_loads_again() {
         );
         let evaluated: Value = serde_json::from_str(&evaluated).unwrap();
         assert!(evaluated["loss"].as_f64().unwrap().is_finite(), "{family}");
+        if family == "gpt2" {
+            // There are no positions beyond those that were learned.
+            let eval = ["eval", "--model", saved.to_str().unwrap(), "--data", "text.txt"];
+            ok(folder.path(), &eval);
+            let refused = plimsoll(folder.path(), &[&eval[..], &["--sequence-length", "13"]].concat());
+            assert_eq!(refused.status.code(), Some(2));
+            assert!(text(&refused.stderr).contains("has learned 12 positions and none beyond"));
+        }
     }
+}
+
+/// How long a word is decides neither how much memory its tokens take nor how long a tokenizer learns from it.
+#[test]
+fn a_word_without_an_end_keeps_to_the_line() {
+    let folder = folder();
+    std::fs::write(folder.path().join("word.txt"), "x".repeat(2_000_000)).unwrap();
+    let train = |more: &[&str]| {
+        let values = set(&[&["data.train=word.txt", "training.steps=1"], more].concat());
+        let values = values.iter().map(String::as_str);
+        let arguments: Vec<&str> =
+            ["train", "c.yaml", "--json", "--memory", "96MiB"].into_iter().chain(values).collect();
+        ok(folder.path(), &arguments);
+    };
+    train(&[]);
+    train(&["model.from_scratch.tokenizer={train: bpe, vocab_size: 300}", "output.dir=bpe"]);
 }
 
 #[test]

@@ -280,6 +280,7 @@ mod tests {
         let path = folder.path().join("data.txt");
         std::fs::write(&path, text).unwrap();
         let options = DatasetOptions {
+            key: "data.train",
             patterns: vec![path.to_str().unwrap().to_owned()],
             max_invalid_share: 0.0,
             text_field: "text".to_owned(),
@@ -349,6 +350,7 @@ mod tests {
         let path = folder.path().join("data.jsonl");
         std::fs::write(&path, "{\"text\":\"ab\"}\n{\"text\":\"c\"}\n").unwrap();
         let options = DatasetOptions {
+            key: "data.train",
             patterns: vec![path.to_str().unwrap().to_owned()],
             max_invalid_share: 0.0,
             text_field: "text".to_owned(),
@@ -383,10 +385,11 @@ mod tests {
     #[test]
     fn too_little_text_is_an_error_that_says_how_much_there_is() {
         let error = dataset("abc", 4, None).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "the data has 3 tokens, fewer than one sequence of 4; add text or set data.sequence_length=3 or less"
+        assert!(
+            error.starts_with("data.train: ") && error.contains("data.txt: 3 tokens, fewer than"),
+            "{error}"
         );
+        assert!(error.ends_with("sequence of 4; add text, or set data.sequence_length=3 or less"), "{error}");
         assert!(matches!(dataset("", 4, None), Err(DataError::Empty { .. })));
     }
 

@@ -16,6 +16,8 @@ use crate::{Batch, DataError, IGNORED_TARGET, documents};
 /// What a data set is made of, and how it is cut.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DatasetOptions {
+    /// The key of the configuration that names it, for messages.
+    pub key: &'static str,
     /// Files, folders, patterns.
     pub patterns: Vec<String>,
     /// Field of a JSONL line that holds its text.
@@ -24,7 +26,7 @@ pub struct DatasetOptions {
     pub max_invalid_share: f64,
     /// Whether an end-of-text token follows the last document too.
     pub append_eos: bool,
-    /// Bytes between a file with a document a line and the tokenizer.
+    /// Bytes between a file and the tokenizer.
     pub buffer_bytes: usize,
     /// Tokens of a window.
     pub sequence_length: u64,
@@ -74,7 +76,8 @@ impl Dataset {
         let tokens = writer.finish()?;
         let sequence_length = options.sequence_length;
         if tokens.len() < sequence_length || sequence_length == 0 {
-            return Err(DataError::TooShort { tokens: tokens.len(), sequence_length });
+            let (key, files) = (options.key, options.patterns.join(", "));
+            return Err(DataError::TooShort { key, files, tokens: tokens.len(), sequence_length });
         }
         let content = Content::Texts { tokens, document_end, left_out };
         Ok(Dataset { content, sequence_length, shuffle: options.shuffle })
@@ -117,6 +120,14 @@ impl Dataset {
         match &self.content {
             Content::Texts { tokens, .. } => tokens.len(),
             Content::Samples { windows, .. } => windows.tokens(),
+        }
+    }
+
+    /// Bytes of disk that they take.
+    pub fn disk_bytes(&self) -> u64 {
+        match &self.content {
+            Content::Texts { tokens, .. } => 4 * tokens.len(),
+            Content::Samples { windows, .. } => windows.disk_bytes(),
         }
     }
 

@@ -1,9 +1,10 @@
 //! The documents of a file: the whole of a text file, or a field of every record of a JSONL, JSON or Parquet file.
 
-use std::io::{BufRead, Read};
+use std::fs::File;
+use std::io::{BufRead, ErrorKind, Read};
 use std::path::Path;
 
-use plimsoll_model::tokenizer::Tokenizer;
+use plimsoll_model::tokenizer::{DocumentEncoder, Tokenizer};
 use serde_json::Value;
 
 use crate::DataError;
@@ -13,20 +14,38 @@ use crate::records::{self, LARGEST_RECORD, RecordPlace};
 
 const BYTE_ORDER_MARK: &str = "\u{feff}";
 
-/// A document, or why a record is none.
-pub type Document<'a> = Result<&'a str, (&'a RecordPlace, Skip)>;
+/// A character takes as many bytes at most.
+const LONGEST_CHARACTER: usize = 4;
+
+/// What comes next of a file.
+pub enum Part<'a> {
+    /// More of a document, of which perhaps this is the beginning.
+    Text {
+        /// Not empty.
+        text: &'a str,
+        /// Whether the document begins with it.
+        begins: bool,
+    },
+    /// The end of the document.
+    End,
+    /// A record that is no document, and why.
+    LeftOut(&'a RecordPlace, Skip),
+}
 
 /// Calls `each` with every document of a file, in order, and with the records that are none. Empty documents are passed
-/// over. Files with a document a line are read through a buffer of `buffer_bytes`.
+/// over. Texts and files with a document a line are read through a buffer of `buffer_bytes`.
 pub fn for_each(
     file: &DataFile,
     text_field: &str,
     buffer_bytes: usize,
-    each: &mut dyn FnMut(Document<'_>) -> Result<(), DataError>,
+    each: &mut dyn FnMut(Part<'_>) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     if file.kind == FileKind::Text {
-        let text = read_text(&file.path)?;
-        return if text.is_empty() { Ok(()) } else { each(Ok(&text)) };
+        let mut begins = true;
+        for_each_piece(&file.path, buffer_bytes, &mut |text| {
+            each(Part::Text { text, begins: std::mem::take(&mut begins) })
+        })?;
+        return if begins { Ok(()) } else { each(Part::End) };
     }
     records::for_each(file, buffer_bytes, &mut |place, record| {
         let unreadable = |reason| Skip::new(SkipReason::Unreadable, reason);
@@ -35,8 +54,11 @@ pub fn for_each(
         });
         match text {
             Ok(text) if text.is_empty() => Ok(()),
-            Ok(text) => each(Ok(&text)),
-            Err(skip) => each(Err((&place, skip))),
+            Ok(text) => {
+                each(Part::Text { text: &text, begins: true })?;
+                each(Part::End)
+            }
+            Err(skip) => each(Part::LeftOut(&place, skip)),
         }
     })
 }
@@ -53,21 +75,24 @@ pub fn tokens(
 ) -> Result<Vec<Skipped>, DataError> {
     let end = tokenizer.eos_token();
     let (mut documents, mut records, mut left_out) = (0u64, 0u64, Vec::new());
+    let mut encoder: Option<DocumentEncoder<'_>> = None;
     for file in files {
-        for_each(file, text_field, buffer_bytes, &mut |document| {
-            records += 1;
-            let text = match document {
-                Ok(text) => text,
-                Err((place, skip)) => {
-                    count(&mut left_out, place, skip);
-                    return Ok(());
+        for_each(file, text_field, buffer_bytes, &mut |part| match part {
+            Part::Text { text, begins } => {
+                if begins {
+                    if documents > 0 {
+                        append(&[end.ok_or(DataError::NoEndOfText)?])?;
+                    }
+                    (documents, records) = (documents + 1, records + 1);
                 }
-            };
-            if documents > 0 {
-                append(&[end.ok_or(DataError::NoEndOfText)?])?;
+                encoder.get_or_insert_with(|| tokenizer.document()).push(text, append)
             }
-            documents += 1;
-            tokenizer.encode_document(text, append)
+            Part::End => encoder.take().map_or(Ok(()), |encoder| encoder.finish(append)),
+            Part::LeftOut(place, skip) => {
+                records += 1;
+                count(&mut left_out, place, skip);
+                Ok(())
+            }
         })?;
     }
     check_share(&left_out, records, max_invalid_share)?;
@@ -78,18 +103,46 @@ pub fn tokens(
     Ok(left_out)
 }
 
-/// A text file, without a byte-order mark.
-pub fn read_text(path: &Path) -> Result<String, DataError> {
+/// Calls `each` with a text file piece by piece, without a byte-order mark, through a buffer of `buffer_bytes`.
+pub fn for_each_piece(
+    path: &Path,
+    buffer_bytes: usize,
+    each: &mut dyn FnMut(&str) -> Result<(), DataError>,
+) -> Result<(), DataError> {
     check_regular(path)?;
-    let bytes = std::fs::read(path).map_err(DataError::io("read", path))?;
-    let mut text = String::from_utf8(bytes).map_err(|e| DataError::NotUtf8 {
-        path: path.to_owned(),
-        offset: e.utf8_error().valid_up_to() as u64,
-    })?;
-    if text.starts_with(BYTE_ORDER_MARK) {
-        text.drain(..BYTE_ORDER_MARK.len());
+    let mut file = File::open(path).map_err(DataError::io("read", path))?;
+    let mut buffer = vec![0; buffer_bytes.max(2 * LONGEST_CHARACTER)];
+    // Of the bytes in the buffer the first may belong to a character whose others are still to come.
+    let (mut held, mut offset) = (0, 0u64);
+    loop {
+        let read = match file.read(buffer.get_mut(held..).unwrap_or_default()) {
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            read => read.map_err(DataError::io("read", path))?,
+        };
+        let filled = held + read;
+        let bytes = buffer.get(..filled).unwrap_or_default();
+        let (text, ends_within) = match std::str::from_utf8(bytes) {
+            Ok(text) => (text, false),
+            Err(e) => {
+                let whole = bytes.get(..e.valid_up_to()).unwrap_or_default();
+                (std::str::from_utf8(whole).unwrap_or_default(), e.error_len().is_none() && read > 0)
+            }
+        };
+        let place = offset + text.len() as u64;
+        if text.len() < filled && !ends_within {
+            return Err(DataError::NotUtf8 { path: path.to_owned(), offset: place });
+        }
+        let written = if offset == 0 { text.strip_prefix(BYTE_ORDER_MARK).unwrap_or(text) } else { text };
+        if !written.is_empty() {
+            each(written)?;
+        }
+        if read == 0 {
+            return Ok(());
+        }
+        let done = text.len();
+        buffer.copy_within(done..filled, 0);
+        (held, offset) = (filled - done, place);
     }
-    Ok(text)
 }
 
 /// Calls `each` with the text of every line of JSON Lines, in order: a line is an object with the text in its field
@@ -162,12 +215,23 @@ fn text_of(mut object: records::Record, text_field: &str) -> Result<String, Stri
         Some(_) => Err(format!("the field {text_field:?} is not a text")),
         None => {
             let keys: Vec<String> = object.keys().take(12).map(|k| format!("{k:?}")).collect();
-            Err(format!(
-                "no field {text_field:?}; it has {}; set data.text_field to one of them",
-                keys.join(", ")
-            ))
+            let remedy = match format_of(&object) {
+                Some(format) => format!("read such records with data.format={format} (--format {format})"),
+                None => "set data.text_field to one of them".to_owned(),
+            };
+            Err(format!("no field {text_field:?}; it has {}; {remedy}", keys.join(", ")))
         }
     }
+}
+
+/// The format of a record that is no text by its fields.
+fn format_of(object: &records::Record) -> Option<&'static str> {
+    let is_list = |key: &str| object.get(key).is_some_and(Value::is_array);
+    let has = |key: &str| object.contains_key(key);
+    if ["messages", "conversations", "conversation"].into_iter().any(is_list) {
+        return Some("chat");
+    }
+    (has("instruction") && has("output") || has("prompt") && has("completion")).then_some("instruction")
 }
 
 #[cfg(test)]
@@ -180,9 +244,16 @@ mod tests {
         let path = folder.path().join("data");
         std::fs::write(&path, content).unwrap();
         let mut all = Vec::new();
-        let outcome = for_each(&DataFile { path, kind }, "text", 7, &mut |document| {
-            let text = document.map_err(|(place, skip)| records::broken(place, skip.detail))?;
-            all.push(text.to_owned());
+        let mut open = String::new();
+        let outcome = for_each(&DataFile { path, kind }, "text", 7, &mut |part| {
+            match part {
+                Part::Text { text, begins } => {
+                    assert_eq!(begins, open.is_empty());
+                    open.push_str(text);
+                }
+                Part::End => all.push(std::mem::take(&mut open)),
+                Part::LeftOut(place, skip) => return Err(records::broken(place, skip.detail)),
+            }
             Ok(())
         });
         match outcome {
@@ -211,6 +282,10 @@ mod tests {
                 "line 2: not JSON: EOF while parsing a value at line 1 column 8",
             ),
             (b"[1]", "line 1: not an object with fields"),
+            (
+                b"{\"messages\":[]}",
+                "line 1: no field \"text\"; it has \"messages\"; read such records with data.format=chat (--format chat)",
+            ),
             (b"{\"text\":3}", "line 1: the field \"text\" is not a text"),
             (
                 b"{\"content\":\"x\"}",
@@ -223,6 +298,20 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn a_text_comes_in_pieces_of_whole_characters(text in "\\PC{0,60}", bytes in prop::collection::vec(any::<u8>(), 0..3)) {
+            let mut content = text.clone().into_bytes();
+            prop_assert_eq!(documents(&content, FileKind::Text).unwrap().concat(), text.trim_start_matches(BYTE_ORDER_MARK));
+            content.extend(bytes);
+            match String::from_utf8(content.clone()) {
+                Ok(text) => prop_assert_eq!(documents(&content, FileKind::Text).unwrap().concat(), text.trim_start_matches(BYTE_ORDER_MARK)),
+                Err(e) => {
+                    let words = format!("not UTF-8 at byte {}; convert the file to UTF-8", e.utf8_error().valid_up_to());
+                    prop_assert_eq!(documents(&content, FileKind::Text).unwrap_err(), words);
+                }
+            }
+        }
+
         #[test]
         fn any_bytes_are_documents_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = documents(&bytes, FileKind::JsonLines);

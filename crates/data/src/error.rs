@@ -149,9 +149,13 @@ pub enum DataError {
     },
     /// Less text than one sequence.
     #[error(
-        "the data has {tokens} tokens, fewer than one sequence of {sequence_length}; add text or set data.sequence_length={tokens} or less"
+        "{key}: {files}: {tokens} tokens, fewer than one sequence of {sequence_length}; {}", shorter(key, *tokens)
     )]
     TooShort {
+        /// What it is for: the key that names it.
+        key: &'static str,
+        /// The files, as they were named.
+        files: String,
         /// Tokens in all.
         tokens: u64,
         /// Tokens wanted.
@@ -183,5 +187,13 @@ fn remedy(error: &std::io::Error) -> &'static str {
         }
         ErrorKind::FileTooLarge => "; raise `ulimit -f`, or choose an output.dir on another file system",
         _ => "",
+    }
+}
+
+/// What to do about too little text: a sequence's length is that of the training too.
+fn shorter(key: &str, tokens: u64) -> String {
+    match key {
+        "data.validation" => format!("add text, or leave {key} out"),
+        _ => format!("add text, or set data.sequence_length={tokens} or less"),
     }
 }

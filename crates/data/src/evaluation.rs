@@ -7,7 +7,7 @@ use plimsoll_model::tokenizer::Tokenizer;
 use crate::files::{Wanted, expand};
 use crate::{DataError, documents};
 
-/// Bytes between a file with a document a line and the tokenizer.
+/// Bytes between a file and the tokenizer.
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// The windows of a text. Only the last one may be shorter than the others; one shorter than 2 tokens is dropped.

@@ -2,11 +2,19 @@
 
 use serde_json::Value;
 
+use crate::documents::Part;
 use crate::files::{Wanted, expand};
 use crate::{DataError, documents, records};
 
 /// Bytes of a piece, which ends with a line.
 const PIECE: usize = 64 << 10;
+
+/// Bytes of a piece where no line ends.
+const LONGEST_PIECE: usize = 2 * PIECE;
+
+/// What is longer than so many bytes without a change between letters, space and signs is cut: a tokenizer learns nothing from it, and
+/// takes time that grows with its square.
+const LONGEST_WORD: usize = 1 << 10;
 
 /// Which files, and what in them is text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,36 +38,86 @@ pub fn for_each_text(
     let wanted = if options.text_field.is_some() { Wanted::Texts } else { Wanted::Records };
     for file in expand(&options.patterns, wanted)? {
         match &options.text_field {
-            Some(field) => documents::for_each(&file, field, options.buffer_bytes, &mut |document| {
-                document.map_or(Ok(()), |text| pieces(text, each))
-            })?,
-            None => records::for_each(&file, options.buffer_bytes, &mut |_, record| {
-                record.map_or(Ok(()), |record| record.values().try_for_each(|value| within(value, each)))
-            })?,
+            Some(field) => {
+                let mut pieces = Pieces { each: &mut *each, held: String::new() };
+                documents::for_each(&file, field, options.buffer_bytes, &mut |part| match part {
+                    Part::Text { text, .. } => pieces.push(text),
+                    Part::End => pieces.end(),
+                    Part::LeftOut(..) => Ok(()),
+                })?;
+            }
+            None => {
+                let mut pieces = Pieces { each: &mut *each, held: String::new() };
+                records::for_each(&file, options.buffer_bytes, &mut |_, record| {
+                    let texts = |record: records::Record| {
+                        record.values().try_for_each(|value| pieces.push_all(value))
+                    };
+                    record.map_or(Ok(()), texts)
+                })?;
+            }
         }
     }
     Ok(())
 }
 
-/// The texts of a value.
-fn within(value: &Value, each: &mut dyn FnMut(String) -> Result<(), DataError>) -> Result<(), DataError> {
-    match value {
-        Value::String(text) => pieces(text, each),
-        Value::Array(items) => items.iter().try_for_each(|item| within(item, each)),
-        Value::Object(fields) => fields.values().try_for_each(|field| within(field, each)),
-        _ => Ok(()),
-    }
+/// Texts on their way to whoever takes them in pieces.
+struct Pieces<'a> {
+    each: &'a mut dyn FnMut(String) -> Result<(), DataError>,
+    held: String,
 }
 
-fn pieces(text: &str, each: &mut dyn FnMut(String) -> Result<(), DataError>) -> Result<(), DataError> {
-    let mut piece = String::new();
-    for line in text.split_inclusive('\n') {
-        piece.push_str(line);
-        if piece.len() >= PIECE {
-            each(std::mem::take(&mut piece))?;
+impl Pieces<'_> {
+    /// The texts of a value.
+    fn push_all(&mut self, value: &Value) -> Result<(), DataError> {
+        match value {
+            Value::String(text) => {
+                self.push(text)?;
+                self.end()
+            }
+            Value::Array(items) => items.iter().try_for_each(|item| self.push_all(item)),
+            Value::Object(fields) => fields.values().try_for_each(|field| self.push_all(field)),
+            _ => Ok(()),
         }
     }
-    if piece.is_empty() { Ok(()) } else { each(piece) }
+
+    /// More of a text.
+    fn push(&mut self, text: &str) -> Result<(), DataError> {
+        for line in text.split_inclusive('\n') {
+            self.held.push_str(line);
+            if line.ends_with('\n') && self.held.len() >= PIECE {
+                self.end()?;
+            }
+            while self.held.len() > LONGEST_PIECE {
+                // Before a space, which belongs to the word behind it.
+                let most = self.held.floor_char_boundary(LONGEST_PIECE);
+                let space = self.held.get(..most).and_then(|text| text.rfind(char::is_whitespace));
+                let rest = self.held.split_off(space.filter(|at| *at > 0).unwrap_or(most));
+                self.end()?;
+                self.held = rest;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands on what is left of a text.
+    fn end(&mut self) -> Result<(), DataError> {
+        let piece = std::mem::take(&mut self.held);
+        let (mut begun, mut since, mut before) = (0, 0, None);
+        for (place, c) in piece.char_indices() {
+            let class = Some((c.is_alphanumeric(), c.is_whitespace()));
+            if class != before {
+                (before, since) = (class, place);
+            } else if place - since >= LONGEST_WORD {
+                (self.each)(piece.get(begun..place).unwrap_or_default().to_owned())?;
+                (begun, since) = (place, place);
+            }
+        }
+        match piece.get(begun..) {
+            None | Some("") => Ok(()),
+            Some(_) if begun == 0 => (self.each)(piece),
+            Some(rest) => (self.each)(rest.to_owned()),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -87,6 +145,15 @@ mod tests {
         let long = "line\n".repeat(20_000);
         let pieces = texts("b.txt", &long, Some("text"));
         assert!(pieces.len() == 2 && pieces.concat() == long && pieces[0].ends_with('\n'));
+        // Lines and words without an end are cut, the former between words.
+        let line = "words ".repeat(50_000);
+        let pieces = texts("line.txt", &line, Some("text"));
+        assert!(pieces.len() == 3 && pieces.concat() == line);
+        assert!(pieces.iter().all(|piece| piece.len() <= LONGEST_PIECE && piece.contains("words")));
+        let word = format!("a {}", "é".repeat(1000));
+        let pieces = texts("word.txt", &word, Some("text"));
+        assert_eq!((pieces.len(), pieces[0].len()), (2, 2 + LONGEST_WORD));
+        assert_eq!(pieces.concat(), word);
         assert_eq!(
             texts("c.jsonl", "{\"text\":\"a\"}\n{\"x\":1}\n7\n{\"text\":\"b\"}", Some("text")),
             ["a", "b"]

@@ -91,9 +91,11 @@ fn what_is_left_out_is_counted_with_its_place() {
     let report = dataset(&lines, drop.clone()).unwrap().sample_report().unwrap().clone();
     assert_eq!((report.samples, report.kept, report.left_out(), report.truncated), (5, 2, 3, 0));
     let shown = report.to_string();
-    for words in
-        ["no assistant turn", "chats.jsonl: line 2: there are user", "line 3: message 1: there is no content"]
-    {
+    for words in [
+        "no assistant turn",
+        "chats.jsonl: line 2: there are turns of user alone",
+        "line 3: message 1: there is no content",
+    ] {
         assert!(shown.contains(words), "{words} in {shown}");
     }
     assert!(shown.contains("line 5") && shown.contains("more than 64"), "{shown}");

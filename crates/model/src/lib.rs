@@ -42,6 +42,6 @@ pub use spec::{
     ModelSpec, NormKind, NormPlacement, NormSpec, QkNorm, RopeScaling, RopeSpec, RouterSpec, Scoring,
     SharedExpert, SlidingWindow, SpecError, ZeroComputationSpec,
 };
-pub use transcode::{RowSource, Target, Transcoder};
+pub use transcode::{RowSource, Substitute, Target, Transcoder};
 pub use types_by_group::{TypesByGroup, WeightGroup};
 pub use upcycle::{UpcycleError, Upcycled};

@@ -26,7 +26,7 @@ use tokenizers::Tokenizer as Engine;
 pub use chat::{ChatTemplateSource, ChatTemplates};
 pub use decode::{SpecialTokens, StreamDecoder};
 pub use describe::{SpecialToken, TokenizerKind};
-pub use encode::{EncodeOptions, EncodedText};
+pub use encode::{DocumentEncoder, EncodeOptions, EncodedText};
 pub use error::TokenizerError;
 pub use gguf::GgufTokenizerFields;
 pub use train::BPE_END_OF_TEXT;

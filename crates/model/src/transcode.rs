@@ -5,6 +5,7 @@ mod folder;
 mod mxfp4;
 mod packed;
 
+use std::fmt;
 use std::io::{self, Write};
 use std::ops::Range;
 use std::path::Path;
@@ -88,6 +89,41 @@ pub struct Transcoder<'a> {
     /// Told of values that were written, and how many there are.
     progress: &'a mut dyn FnMut(u64, u64),
     done: u64,
+    substitutes: Vec<Substitute>,
+}
+
+/// Matrices that a GGUF file holds in another type than was asked for: their rows are no whole blocks of that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Substitute {
+    /// What was asked for.
+    pub wanted: DType,
+    /// What they are in.
+    pub used: DType,
+    /// How many they are.
+    pub matrices: usize,
+}
+
+impl fmt::Display for Substitute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Substitute { wanted, used, matrices } = self;
+        let which =
+            if *matrices == 1 { "a matrix is".to_owned() } else { format!("{matrices} matrices are") };
+        let row = wanted.row_multiple();
+        write!(f, "{which} in {used} instead of {wanted}, whose rows are multiples of {row}")
+    }
+}
+
+impl Substitute {
+    /// Counts a matrix that is in another type than was asked for.
+    pub fn count(all: &mut Vec<Substitute>, wanted: DType, used: DType) {
+        if wanted == used {
+            return;
+        }
+        match all.iter_mut().find(|known| (known.wanted, known.used) == (wanted, used)) {
+            Some(known) => known.matrices += 1,
+            None => all.push(Substitute { wanted, used, matrices: 1 }),
+        }
+    }
 }
 
 impl<'a> Transcoder<'a> {
@@ -104,7 +140,13 @@ impl<'a> Transcoder<'a> {
             packed: Packed::default(),
             progress,
             done: 0,
+            substitutes: Vec::new(),
         }
+    }
+
+    /// What was written in another type than was asked for.
+    pub fn substitutes(&self) -> &[Substitute] {
+        &self.substitutes
     }
 
     /// Begins a further file of a folder where one would get more bytes of weights than this.
@@ -158,7 +200,9 @@ impl<'a> Transcoder<'a> {
             if tensor.is_of(|role| role == Role::SharedRouter) {
                 shape.remove(0);
             }
-            NewGgufTensor { name: tensor.name.clone(), dtype: gguf_dtype(tensor, &wanted), shape }
+            let [wanted, dtype] = gguf_dtype(tensor, &wanted);
+            Substitute::count(&mut self.substitutes, wanted, dtype);
+            NewGgufTensor { name: tensor.name.clone(), dtype, shape }
         }));
         let types: Vec<DType> = tensors.iter().map(|tensor| tensor.dtype).collect();
         write_gguf(path, &entries, &tensors, |index, out| match factors.get(index) {
@@ -270,8 +314,9 @@ impl<'a> Transcoder<'a> {
     }
 }
 
-/// The type of a GGUF's tensor where matrices are to be as `wanted` says: f32 for vectors, for which nothing else is read, and for routers.
-fn gguf_dtype(tensor: &StoredTensor, wanted: &TypesByGroup) -> DType {
+/// The type that is asked for of a GGUF's tensor where matrices are to be as `wanted` says, and the one that it gets: f32 for vectors, for
+/// which nothing else is read, and for routers.
+fn gguf_dtype(tensor: &StoredTensor, wanted: &TypesByGroup) -> [DType; 2] {
     let role = tensor.parts.first().map(StoredPart::role);
     let matrix = role.is_some_and(|role| {
         role != Role::PositionEmbedding
@@ -279,7 +324,7 @@ fn gguf_dtype(tensor: &StoredTensor, wanted: &TypesByGroup) -> DType {
             && !matches!(role.kind(), ParameterKind::Norm | ParameterKind::Bias)
     });
     if !matrix {
-        return DType::F32;
+        return [DType::F32; 2];
     }
     let first = tensor.parts.first();
     let wanted = first.and_then(|part| wanted.of(&part.parameter)).unwrap_or(DType::Bf16);
@@ -291,5 +336,5 @@ fn gguf_dtype(tensor: &StoredTensor, wanted: &TypesByGroup) -> DType {
         DType::Q6K => DType::Q8_0,
         other => other,
     };
-    [wanted, larger].into_iter().find(fits).unwrap_or(DType::F16)
+    [wanted, [wanted, larger].into_iter().find(fits).unwrap_or(DType::F16)]
 }

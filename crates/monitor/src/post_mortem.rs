@@ -142,6 +142,9 @@ fn cause(recording: &Recording, now: &Conditions) -> Cause {
 
 /// The owners that have more at the end than usual.
 fn grown(records: &[Record]) -> Vec<Grown> {
+    // Before its first step a run says nothing of what its arena holds.
+    let begun = records.iter().position(|record| record.step.is_some()).unwrap_or(0);
+    let records = records.get(begun..).unwrap_or_default();
     let Some(last) = records.last() else { return Vec::new() };
     let mut list: Vec<Grown> = Vec::new();
     for owner in &last.owners {

@@ -89,7 +89,8 @@ pub struct Sample {
     pub shared_bytes: u64,
     /// Pages in swap.
     pub swap_bytes: u64,
-    /// The sum in which pages that processes share are divided among them; as of the last time that the kernel was asked.
+    /// The sum in which pages that processes share are divided among them: as of the last time that the kernel was asked, and what resident
+    /// sets have grown or shrunk by since.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proportional_bytes: Option<u64>,
     /// Page faults so far that needed no disk.
@@ -135,7 +136,8 @@ pub struct Sampler {
     gpus: Option<(Box<dyn Gpus>, Vec<u32>)>,
     limit: Option<u64>,
     descendants: Seldom<Vec<u32>>,
-    proportional: Seldom<Option<u64>>,
+    /// With the resident sets at that moment.
+    proportional: Seldom<Option<(u64, u64)>>,
     started: Instant,
     started_at: f64,
 }
@@ -196,8 +198,14 @@ impl Sampler {
         sample.add_processes();
         if sample.processes.len() > 1 && sample.cgroup.is_none() {
             let pids: Vec<u32> = sample.processes.iter().map(|process| process.pid).collect();
-            let all = || pids.iter().map(|pid| proportional_bytes(files, *pid)).sum();
-            sample.proportional_bytes = self.proportional.get(all).flatten();
+            let resident = sample.rss_bytes;
+            let all = || {
+                let proportional: Option<u64> = pids.iter().map(|pid| proportional_bytes(files, *pid)).sum();
+                proportional.map(|bytes| (bytes, resident))
+            };
+            let known = self.proportional.get(all).flatten();
+            sample.proportional_bytes =
+                known.map(|(bytes, then)| bytes.saturating_add(resident).saturating_sub(then));
         }
         if let Some((gpus, indices)) = &mut self.gpus {
             sample.gpu = indices.iter().filter_map(|index| gpus.sample(*index).ok()).collect();
@@ -314,6 +322,20 @@ mod tests {
         assert_eq!((&json["limit_bytes"], &json["rss_bytes"]), (&40.into(), &(700 << 10).into()));
         std::fs::remove_dir_all(root.path().join("proc/10")).unwrap();
         assert_eq!(sampler.sample(), None);
+    }
+
+    #[test]
+    fn what_processes_grow_by_counts_before_the_kernel_is_asked_again() {
+        let (root, files) = system(&FILES);
+        let mut sampler = Sampler::on(files, Watched::Process(10), Some(1 << 20));
+        sampler.sample().unwrap();
+        // The next time is far away.
+        sampler.proportional.next = Some(Instant::now() + Duration::from_secs(3600));
+        for (resident, used) in [("900 kB", 1100 << 10), ("350 kB", 550 << 10)] {
+            let status = format!("Name:\tworker\nVmRSS:\t{resident}\nRssAnon:\t400 kB\nThreads:\t1\n");
+            std::fs::write(root.path().join("proc/12/status"), status).unwrap();
+            assert_eq!(sampler.sample().unwrap().room.unwrap().used_bytes, used);
+        }
     }
 
     #[test]

@@ -135,26 +135,40 @@ pub struct CacheContext {
     pub context: u64,
 }
 
+impl DoesNotFit {
+    /// Why no context fits, without a remedy; `None` where some does.
+    pub fn hopeless(&self) -> Option<String> {
+        self.possible.is_empty().then(|| {
+            let what = match self.streamed {
+                true => "those weights that are in memory at a time",
+                false => "the weights alone",
+            };
+            format!("{}no context fits, for {what} take {}", self.needs(), ByteSize(self.weights))
+        })
+    }
+
+    fn needs(&self) -> String {
+        let DoesNotFit { context, cache, needed, room, .. } = *self;
+        format!(
+            "a context of {context} tokens with a cache in {} needs {} beside the program, and {} may be used; ",
+            cache_name(cache),
+            ByteSize(needed),
+            ByteSize(room)
+        )
+    }
+}
+
 impl fmt::Display for DoesNotFit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DoesNotFit { context, cache, needed, weights, streamed, room, possible } = self;
-        write!(
-            f,
-            "a context of {context} tokens with a cache in {} needs {} beside the program, and {} may be used; ",
-            cache_name(*cache),
-            ByteSize(*needed),
-            ByteSize(*room)
-        )?;
-        if possible.is_empty() {
-            let what =
-                if *streamed { "those weights that are in memory at a time" } else { "the weights alone" };
+        let DoesNotFit { needed, room, possible, .. } = self;
+        if let Some(hopeless) = self.hopeless() {
+            let higher = ByteSize(needed.saturating_sub(*room));
             return write!(
                 f,
-                "no context fits, for {what} take {}: a load line that is {} higher is needed, or a model of a smaller type or size",
-                ByteSize(*weights),
-                ByteSize(needed.saturating_sub(*room))
+                "{hopeless}: a load line that is {higher} higher is needed, or a model of a smaller type or size"
             );
         }
+        f.write_str(&self.needs())?;
         f.write_str("what fits: ")?;
         for (i, CacheContext { cache, context }) in possible.iter().enumerate() {
             let comma = if i > 0 { ", " } else { "" };

@@ -57,7 +57,7 @@ pub enum OriginError {
     },
     /// A name of the catalogue where weights are needed.
     #[error(
-        "{name} is in the catalogue by its dimensions only, which is enough to plan; to {purpose} it, set model.path to its folder or .gguf file"
+        "{name} is in the catalogue by its dimensions only, which is enough to plan; to {purpose} it, name its folder or .gguf file instead (--model, model.path)"
     )]
     NoWeights {
         /// The model.

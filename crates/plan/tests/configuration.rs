@@ -296,6 +296,22 @@ fn texts_are_read_up_to_a_mebibyte() {
 }
 
 #[test]
+fn all_that_is_wrong_is_said_at_once_wherever_it_was_written() {
+    let overrides: Vec<Override> = ["training.stepz=1", "training.batch_size=many", "training.seed=3"]
+        .map(|set| Override::set(set).unwrap())
+        .to_vec();
+    let count = |error: ConfigError| match error {
+        ConfigError::Several(all) => all.len(),
+        other => panic!("{other}"),
+    };
+    let file = "model: x\ntraining: {epochs: many, seed: odd}";
+    // The seed is mended.
+    assert_eq!(count(RawConfig::from_str_with(file, "run.yaml", &overrides).unwrap_err()), 3);
+    assert_eq!(count(RawConfig::of_command_line(&overrides).unwrap_err()), 2);
+    assert_eq!(RawConfig::of_command_line(&overrides[2..]).unwrap().training.seed(), 3);
+}
+
+#[test]
 fn what_the_command_line_unsets_mends_nothing_else() {
     let with = |assignment: &str| {
         let overrides = [Override::set(assignment).unwrap()];

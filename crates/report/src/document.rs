@@ -12,7 +12,7 @@ use crate::compared::Comparison;
 use crate::estimated::Estimated;
 use crate::headline::{Fact, facts, headline};
 use crate::page::{self, PageError};
-use crate::progress::Progress;
+use crate::progress::{Progress, RunState};
 use crate::timeline::TimelineData;
 
 /// Other settings that are listed.
@@ -46,6 +46,8 @@ pub struct RunRecord {
     pub steps: Vec<StepMetrics>,
     /// Its report, where it came to an end.
     pub report: Option<Report>,
+    /// How it ended, in words, where it said so to its flight recorder.
+    pub ended: Option<String>,
 }
 
 /// What a page says.
@@ -99,7 +101,11 @@ impl Document {
         let timeline = plan.map(TrainingPlan::timeline).transpose()?;
         let timeline = timeline.as_ref().map(TimelineData::of);
         let of_steps = plan.and_then(|plan| plan.run_needs(None).steps);
-        let progress = run.map(|run| Progress::of(&run.steps, run.report.as_ref(), of_steps));
+        let mut progress = run.map(|run| Progress::of(&run.steps, run.report.as_ref(), of_steps));
+        let ended = run.and_then(|run| run.ended.as_deref());
+        if let Some(run) = progress.as_mut().filter(|run| run.state == RunState::Open && ended.is_some()) {
+            run.state = RunState::Ended;
+        }
         // A report is of the last part of a run that said an end. Later steps are of a part that has not.
         let compared = run.map_or(Vec::new(), |run| match (&run.report, run.steps.last()) {
             (Some(report), last) if last.is_none_or(|last| last.step <= report.steps) => {
@@ -114,7 +120,7 @@ impl Document {
         Ok(Document {
             title: plan.map_or_else(|| name.clone(), |plan| plan.spec.name.clone()),
             settings: timeline.as_ref().map(|timeline| timeline.settings.clone()),
-            headline: headline(plan, &place, progress.as_ref(), &compared),
+            headline: headline(plan, &place, progress.as_ref().map(|run| (run, ended)), &compared),
             fits: plan.map(TrainingPlan::fits),
             facts: facts(plan, progress.as_ref()),
             notes,

@@ -19,21 +19,21 @@ pub struct Fact {
     pub beside: String,
 }
 
-/// How the run stands, and whether the plan fits.
+/// How the run stands, with what ended it where that is known, and whether the plan fits.
 pub fn headline(
     plan: Option<&TrainingPlan>,
     place: &str,
-    run: Option<&Progress>,
+    run: Option<(&Progress, Option<&str>)>,
     compared: &[Comparison],
 ) -> String {
     let mut sentences: Vec<String> = Vec::new();
-    if let Some(run) = run {
-        sentences.push(of_run(run));
+    if let Some((run, ended)) = run {
+        sentences.push(of_run(run, ended.unwrap_or_default()));
         sentences.extend(as_planned(compared));
     }
     match (plan, run) {
         (Some(plan), None) => sentences.push(of_plan(plan, place)),
-        (Some(plan), Some(run)) if run.state == RunState::Empty => sentences.push(of_plan(plan, place)),
+        (Some(plan), Some((run, _))) if run.state == RunState::Empty => sentences.push(of_plan(plan, place)),
         _ => {}
     }
     sentences.join(" ")
@@ -51,14 +51,16 @@ fn of_plan(plan: &TrainingPlan, place: &str) -> String {
     }
 }
 
-fn of_run(run: &Progress) -> String {
+fn of_run(run: &Progress, ended: &str) -> String {
     let steps = match run.of_steps {
         Some(all) if all > run.steps => format!("{} of {} steps", count(run.steps), count(all)),
+        _ if run.steps == 1 => "a step".to_owned(),
         _ => format!("{} steps", count(run.steps)),
     };
     let state = match run.state {
         RunState::Finished => format!("Finished after {steps}"),
         RunState::Stopped => format!("Stopped after {steps}"),
+        RunState::Ended => return format!("Ended after {steps}: {}.", ended.trim_end_matches('.')),
         RunState::Open => format!("{steps} so far; the run goes on or was killed"),
         RunState::Empty => return "No step has been taken yet.".to_owned(),
     };

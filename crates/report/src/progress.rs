@@ -14,6 +14,8 @@ pub enum RunState {
     Finished,
     /// It was stopped before its end and has said so.
     Stopped,
+    /// An error ended it.
+    Ended,
     /// It has said no end: it goes on, or was killed.
     Open,
     /// It has not taken a step.

@@ -268,6 +268,7 @@ fn what_comes_from_files_is_no_markup() {
         configuration: Some(HOSTILE.to_owned()),
         steps: (1..=3).map(step).collect(),
         report: None,
+        ended: None,
     };
     let subject = || Subject {
         name: HOSTILE.to_owned(),
@@ -322,9 +323,14 @@ fn the_policy_lets_nothing_else_in() {
 #[test]
 fn runs_are_shown_as_far_as_they_have_come() {
     let document = |steps: Vec<StepMetrics>| {
-        let run = RunRecord { configuration: None, steps, report: None };
+        let run = RunRecord { steps, ..RunRecord::default() };
         Document::of(Subject { name: "out".to_owned(), run: Some(&run), ..Subject::default() }).unwrap()
     };
+    let ended = Some("step 2: the loss is NaN".to_owned());
+    let run = RunRecord { steps: vec![step(1)], ended, ..RunRecord::default() };
+    let failed = Document::of(Subject { run: Some(&run), ..Subject::default() }).unwrap();
+    assert_eq!(failed.run.as_ref().unwrap().state, RunState::Ended);
+    assert_eq!(failed.headline, "Ended after a step: step 2: the loss is NaN.");
     let none = document(Vec::new());
     assert_eq!(none.run.as_ref().unwrap().state, RunState::Empty);
     assert!(text(&parsed(&none.to_html().unwrap()), "p.headline").contains("No step"));

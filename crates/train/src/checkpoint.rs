@@ -113,6 +113,16 @@ impl Checkpoint {
         Ok(found)
     }
 
+    /// Whether a run has none, not even one that was put aside for a new one.
+    pub fn is_none_left(run: &Path) -> bool {
+        let is_one = |entry: &std::fs::DirEntry| {
+            let name = entry.file_name();
+            let name = name.to_str().map(|name| name.strip_prefix(ASIDE).unwrap_or(name));
+            name.is_some_and(|name| name.starts_with(PREFIX))
+        };
+        std::fs::read_dir(run).is_ok_and(|mut entries| !entries.any(|entry| entry.as_ref().is_ok_and(is_one)))
+    }
+
     /// Writes a checkpoint of `trainer` into the run's folder. `save_model` writes the model's files.
     pub fn write(
         run: &Path,
@@ -168,6 +178,19 @@ impl Checkpoint {
             return Err(TrainError::Checkpoint { path, reason });
         }
         Ok(state)
+    }
+
+    /// An error of loading it, with what else there is to resume from where one of its files is to blame.
+    pub(crate) fn broken(&self, error: TrainError) -> TrainError {
+        use TrainError::{Adapter, Io, Model, Safetensors};
+        if !matches!(error, Adapter(_) | Io { .. } | Model(_) | Safetensors(_))
+            || !error.to_string().contains(&*self.path.to_string_lossy())
+        {
+            return error;
+        }
+        let all = self.path.parent().and_then(|run| Checkpoint::list(run).ok()).unwrap_or_default();
+        let earlier = all.into_iter().rev().find(|other| other.step < self.step).map(|other| other.path);
+        TrainError::BrokenCheckpoint { path: self.path.clone(), source: Box::new(error), earlier }
     }
 
     /// Reads moments and masters back into `trainer`. Weights are the model folder's.

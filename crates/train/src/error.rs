@@ -88,6 +88,16 @@ pub enum TrainError {
         /// What does not fit, and what to do.
         reason: String,
     },
+    /// A checkpoint of which a file cannot be read.
+    #[error("{source}. {}", instead_of(.path, .earlier.as_deref()))]
+    BrokenCheckpoint {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: Box<TrainError>,
+        /// The one before it, if there is one.
+        earlier: Option<PathBuf>,
+    },
     /// A line of a run's metrics that says no step.
     #[error("{}, line {line}: this is no step of a run: {reason}; take the line out, or put the file back as the run wrote it", .path.display())]
     Metrics {
@@ -152,9 +162,10 @@ pub enum TrainError {
     },
     /// The disk is too full for what the run would write.
     #[error(
-        "{}: the run would write {}, and this disk has room for {available}; free some space or choose another output.dir{}",
+        "{}: the run would write {}, and this disk has room for {available}{}; free some space or choose another output.dir{}",
         .path.display(),
         written(.needs),
+        beside_tokens(*.token_bytes),
         fewer(.needs)
     )]
     NoRoom {
@@ -164,6 +175,8 @@ pub enum TrainError {
         needs: DiskNeeds,
         /// What is free.
         available: ByteSize,
+        /// What the tokens of its data take there already, until it ends.
+        token_bytes: u64,
     },
     /// A run was started without any plan: a programming error.
     #[error("there is no plan to train by")]
@@ -208,6 +221,23 @@ fn written(needs: &DiskNeeds) -> String {
     format!("{} ({})", ByteSize(needs.bytes()), parts.join(", "))
 }
 
+/// What a run has written of which no file is to be seen.
+fn beside_tokens(bytes: u64) -> String {
+    if bytes == 0 { String::new() } else { format!(" beside the tokens of its data ({})", ByteSize(bytes)) }
+}
+
+/// What to resume from in place of a checkpoint.
+fn instead_of(path: &Path, earlier: Option<&Path>) -> String {
+    match earlier {
+        Some(earlier) => format!(
+            "Put the file back; or move {} away, and --resume goes on from {}",
+            path.display(),
+            earlier.display()
+        ),
+        None => "Put the file back: there is no earlier checkpoint to resume from".to_owned(),
+    }
+}
+
 /// How to write less.
 fn fewer(needs: &DiskNeeds) -> &'static str {
     match needs.most_checkpoints {
@@ -231,6 +261,9 @@ fn remedy(error: &std::io::Error) -> &'static str {
     match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
             "; free some space or choose another output.dir, then --resume"
+        }
+        std::io::ErrorKind::AlreadyExists | std::io::ErrorKind::NotADirectory => {
+            "; output.dir names a folder, and there is a file in its place"
         }
         std::io::ErrorKind::FileTooLarge => "; raise `ulimit -f` or choose another output.dir, then --resume",
         std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {

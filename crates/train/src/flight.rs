@@ -10,11 +10,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use plimsoll_memory::Ledger;
-use plimsoll_monitor::{About, Conditions, FLIGHT_RECORDER, Owner, Record, Recorder, Status, process};
+use plimsoll_monitor::{
+    About, Conditions, FLIGHT_RECORDER, Owner, Record, Recorder, Recording, Status, process,
+};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::hardware::SystemFiles;
 
 use crate::{TrainError, TrainingOutcome};
+
+/// How a recording says that its run came to its end.
+pub const RUN_COMPLETE: &str = "the run is complete";
+
+/// The same of one that was stopped.
+pub const RUN_STOPPED: &str = "the run was stopped";
 
 /// From one record to the next: a recording holds 1200, which are five minutes.
 const EVERY: Duration = Duration::from_millis(250);
@@ -42,6 +50,12 @@ pub(crate) struct Flight {
 }
 
 impl Flight {
+    /// Bytes of disk that a recording takes which is not there yet.
+    pub fn room(output: &Path) -> u64 {
+        let there = std::fs::metadata(output.join(FLIGHT_RECORDER)).map_or(0, |file| file.len());
+        (Recording::FILE_BYTES as u64).saturating_sub(there)
+    }
+
     /// Begins to record a run into its folder.
     pub fn begin(output: &Path, plan: &TrainingPlan) -> Flight {
         let known = Arc::new(Mutex::new(Known::default()));
@@ -88,8 +102,8 @@ impl Flight {
     /// Ends the recording with how the run has ended.
     pub fn end(mut self, outcome: &Result<TrainingOutcome, TrainError>) {
         let how = match outcome {
-            Ok(outcome) if outcome.report.finished => "the run is complete".to_owned(),
-            Ok(_) => "the run was stopped".to_owned(),
+            Ok(outcome) if outcome.report.finished => RUN_COMPLETE.to_owned(),
+            Ok(_) => RUN_STOPPED.to_owned(),
             Err(error) => error.to_string(),
         };
         // Without a thread nobody hears it.

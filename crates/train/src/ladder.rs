@@ -54,8 +54,10 @@ impl Prepared {
         let output = self.folder.path().to_owned();
         let past =
             Past { steps: self.start_state().step, checkpoints: Checkpoint::list(&output)?.len() as u64 };
+        let mut room_left = u64::MAX;
         if leads {
-            room::check(&output, first, first.still_to_write(self.total_steps(first), past))?;
+            let needs = first.still_to_write(self.total_steps(first), past);
+            room_left = room::check(&output, first, needs, self.token_bytes())?;
             self.write_plan(first, &output)?;
             sweep(&output)?;
         }
@@ -71,7 +73,8 @@ impl Prepared {
         let mut progress = Progress::new(self.start_state(), thresholds);
         progress.rung = begin as u64;
         progress.relief = dynamic.map(|_| Arc::default());
-        if leads {
+        // What the run keeps comes before what it tells of itself.
+        if leads && room_left >= Flight::room(&output) {
             progress.flight = Some(Flight::begin(&output, first));
         }
         let outcome =

@@ -25,6 +25,7 @@ mod tokenizer;
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use diagnostic::{BadOutput, Diagnostic};
 pub use error::TrainError;
+pub use flight::{RUN_COMPLETE, RUN_STOPPED};
 pub use ladder::Surroundings;
 pub use metrics::{ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, StepMetrics};
 pub use observer::{Observer, RunEvent};

@@ -26,7 +26,7 @@ use crate::samples::sample_encoder;
 use crate::tokenizer::tokenizer_of_run;
 use crate::{Observer, OutputFolder, Planned, Resumption, RunEvent, Schedule, StopFlag, TrainError, room};
 
-/// Bytes between a file with a document a line and the tokenizer, where the user does not say.
+/// Bytes between a file and the tokenizer, where the user does not say.
 const DEFAULT_BUFFER: usize = 64 << 10;
 
 /// The values that adapters began with, where those are a part of the weights.
@@ -156,11 +156,12 @@ impl Prepared {
         }
         let tokenizer = tokenizer_of_run(&config, &origin, &output, resumed.is_some() || !leads)?;
         let encoder = sample_encoder(&config, &tokenizer)?;
-        let open = |patterns: &[String], shuffle, document_mask| {
+        let open = |key, patterns: &[String], shuffle, document_mask| {
             if let Some(encoder) = &encoder {
                 return Dataset::open_samples(patterns, encoder, shuffle, folder.path());
             }
             let options = DatasetOptions {
+                key,
                 patterns: patterns.to_vec(),
                 text_field: config.data.text_field(),
                 max_invalid_share: config.data.max_invalid_share(),
@@ -173,10 +174,10 @@ impl Prepared {
             Dataset::open(&options, &tokenizer, folder.path())
         };
         let order = config.data.shuffle().then(|| config.data.seed.unwrap_or(config.training.seed()));
-        let train = Arc::new(open(&train_paths, order, config.data.document_mask())?);
+        let train = Arc::new(open("data.train", &train_paths, order, config.data.document_mask())?);
         let validation = match &config.data.validation {
             // Texts are measured with the model's own attention, as evaluation does.
-            Some(paths) => Some(open(paths.patterns(), None, false)?),
+            Some(paths) => Some(open("data.validation", paths.patterns(), None, false)?),
             None => None,
         };
         drop(encoder);
@@ -223,6 +224,11 @@ impl Prepared {
         let all = [("data.train", &*self.train)].into_iter().chain(validation);
         let texts = all.filter(|(_, dataset)| dataset.sample_report().is_none());
         texts.flat_map(|(key, dataset)| dataset.left_out().iter().map(move |skipped| (key, skipped)))
+    }
+
+    /// Bytes of disk that the tokens of the data take until the run ends. No file is to be seen of it.
+    pub fn token_bytes(&self) -> u64 {
+        [Some(&*self.train), self.validation.as_ref()].into_iter().flatten().map(Dataset::disk_bytes).sum()
     }
 
     /// The model's shape.
@@ -347,6 +353,13 @@ impl Prepared {
 
     /// Sets the weights: from the checkpoint, from the model's files, or drawn at random.
     fn load(&self, trainer: &mut Trainer<'_>, plan: &TrainingPlan) -> Result<(), TrainError> {
+        self.loaded(trainer, plan).map_err(|error| match &self.resumed {
+            Some((checkpoint, _)) => checkpoint.broken(error),
+            None => error,
+        })
+    }
+
+    fn loaded(&self, trainer: &mut Trainer<'_>, plan: &TrainingPlan) -> Result<(), TrainError> {
         if let (Some(adapters), Some(base)) = (plan.choice.settings.method.adapters(), self.origin.weights())
         {
             return self.load_adapters(trainer, &adapters.layout, base);

@@ -37,22 +37,29 @@ pub(crate) fn check_before_data(
     }
     let output = config.output.dir();
     let past = Past { steps: steps_done, checkpoints: Checkpoint::list(&output)?.len() as u64 };
-    has_room(&output, DiskNeeds::least(config, origin.spec(), origin.weights(), past)?)
+    has_room(&output, DiskNeeds::least(config, origin.spec(), origin.weights(), past)?, 0)?;
+    Ok(())
 }
 
-/// Refuses a run whose checkpoints and model would not all fit on the disk that they go to, beside its offloaded tensors.
-pub(crate) fn check(output: &Path, plan: &TrainingPlan, needs: DiskNeeds) -> Result<(), TrainError> {
+/// Refuses a run whose checkpoints and model would not all fit on the disk that they go to, beside its offloaded tensors. `token_bytes`
+/// are there already. What is left for anything else.
+pub(crate) fn check(
+    output: &Path,
+    plan: &TrainingPlan,
+    needs: DiskNeeds,
+    token_bytes: u64,
+) -> Result<u64, TrainError> {
     let shared = is_one_disk(output, &plan.config.disk_path());
-    has_room(output, DiskNeeds { spill_bytes: if shared { plan.disk_bytes() } else { 0 }, ..needs })
+    let needs = DiskNeeds { spill_bytes: if shared { plan.disk_bytes() } else { 0 }, ..needs };
+    has_room(output, needs, token_bytes)
 }
 
-fn has_room(output: &Path, needs: DiskNeeds) -> Result<(), TrainError> {
+fn has_room(output: &Path, needs: DiskNeeds, token_bytes: u64) -> Result<u64, TrainError> {
     // Where the system does not say, it is tried.
-    let Ok(space) = disk_space(output) else { return Ok(()) };
-    if needs.bytes() <= space.available.0 {
-        return Ok(());
-    }
-    Err(TrainError::NoRoom { path: output.to_owned(), needs, available: space.available })
+    let Ok(space) = disk_space(output) else { return Ok(u64::MAX) };
+    let no_room =
+        || TrainError::NoRoom { path: output.to_owned(), needs, available: space.available, token_bytes };
+    space.available.0.checked_sub(needs.bytes()).ok_or_else(no_room)
 }
 
 /// Whether two folders, which need not exist yet, are on one file system.
@@ -326,7 +333,7 @@ output: {{dir: '{}'}}
             assert!(plan.disk_bytes() > 1 << 50);
             let needs =
                 DiskNeeds { model_bytes: 1, checkpoint_bytes: 1, most_checkpoints: 1, spill_bytes: 0 };
-            (plan.disk_bytes(), super::check(&folder.path().join("out"), &plan, needs))
+            (plan.disk_bytes(), super::check(&folder.path().join("out"), &plan, needs, 0))
         };
         match check(&folder.path().join("spill")) {
             (spilled, Err(TrainError::NoRoom { needs, .. })) => assert_eq!(needs.spill_bytes, spilled),

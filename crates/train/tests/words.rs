@@ -27,7 +27,8 @@ fn what_there_is_no_room_for_is_named_with_what_would_take_less() {
             most_checkpoints: most,
             spill_bytes: spill * MIB,
         };
-        let error = TrainError::NoRoom { path: "out".into(), needs, available: ByteSize(512) };
+        let error =
+            TrainError::NoRoom { path: "out".into(), needs, available: ByteSize(512), token_bytes: 0 };
         assert_eq!(
             error.to_string(),
             format!(
@@ -35,6 +36,15 @@ fn what_there_is_no_room_for_is_named_with_what_would_take_less() {
             )
         );
     }
+}
+
+#[test]
+fn room_that_tokens_have_taken_is_named() {
+    let needs = DiskNeeds { model_bytes: 1 << 20, ..DiskNeeds::default() };
+    let error =
+        TrainError::NoRoom { path: "out".into(), needs, available: ByteSize(512), token_bytes: 3 << 20 };
+    let words = "room for 512 B beside the tokens of its data (3.00 MiB); free some space";
+    assert!(error.to_string().contains(words), "{error}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use plimsoll_monitor::{About, FLIGHT_RECORDER, Follower, RecorderError, Status};
-use plimsoll_train::{Checkpoint, Report, StepMetrics};
+use plimsoll_train::{Checkpoint, RUN_COMPLETE, RUN_STOPPED, Report, StepMetrics};
 
 use crate::event::{Event, Kind};
 use crate::tail::{Found, Tail};
@@ -175,8 +175,8 @@ impl RunFiles {
             None => {}
         }
         match ended {
-            Some("the run is complete") => return State::Finished,
-            Some("the run was stopped") => return State::Stopped,
+            Some(RUN_COMPLETE) => return State::Finished,
+            Some(RUN_STOPPED) => return State::Stopped,
             Some(how) => return State::Ended(how.to_owned()),
             None => {}
         }

@@ -280,7 +280,8 @@ impl View {
         Progress {
             state: match self.state {
                 State::Finished => RunState::Finished,
-                State::Stopped | State::Ended(_) => RunState::Stopped,
+                State::Stopped => RunState::Stopped,
+                State::Ended(_) => RunState::Ended,
                 _ if self.last.is_none() => RunState::Empty,
                 _ => RunState::Open,
             },

@@ -70,12 +70,12 @@ pub struct BenchRunArgs {
 pub struct BenchMemoryArgs {
     #[command(flatten)]
     pub run: BenchRunArgs,
-    /// Sequences of a step
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=65_536))]
-    pub batch_size: u64,
-    /// Tokens of a sequence
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u64).range(2..=16_777_216))]
-    pub sequence_length: u64,
+    /// Sequences of a step; by default the configuration's, and 4 without one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    pub batch_size: Option<u64>,
+    /// Tokens of a sequence; by default the configuration's, and 512 without one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..=16_777_216))]
+    pub sequence_length: Option<u64>,
     /// These techniques alone, by their names in the table
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub only: Vec<String>,

@@ -218,7 +218,9 @@ pub fn write(
     let bytes = match target {
         Target::Gguf(types) => {
             let tokenizer = unless_missing(files.tokenizer_fields(), &mut notes)?;
-            writer.write_gguf(&output, types, tokenizer.as_ref()).map_err(failed)?
+            let bytes = writer.write_gguf(&output, types, tokenizer.as_ref()).map_err(failed)?;
+            notes.extend(writer.substitutes().iter().map(ToString::to_string));
+            bytes
         }
         _ => {
             let tokenizer = unless_missing(files.tokenizer(), &mut notes)?;

@@ -6,8 +6,8 @@ mod samples;
 use plimsoll_data::EvalWindows;
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
-use plimsoll_model::Parameter;
 use plimsoll_model::tokenizer::Tokenizer;
+use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::{Collectives, Communicator, DryRanks};
 use plimsoll_plan::{DryRun, loss_chunk_tokens};
 use plimsoll_step::{DecodeSettings, Decoder, MicroBatch};
@@ -36,6 +36,9 @@ fn of_texts(assignment: &str) -> bool {
     let key = assignment.split('=').next().unwrap_or_default();
     OF_TEXTS.contains(&key.trim())
 }
+
+/// Tokens of a window where nobody says.
+const WINDOW_TOKENS: u64 = 512;
 
 /// Tokens of a window that are taken together where a cache holds the others.
 const CACHED_CHUNK_TOKENS: u64 = 128;
@@ -74,18 +77,19 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if ranks.rank() > 0 {
         ranks::be_quiet()?;
     }
-    if args.sequence_length < 2 {
+    if args.sequence_length.is_some_and(|length| length < 2) {
         return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
     }
     let mut model = Weights::open(&args.weights, "evaluate", args.json || ranks.rank() > 0)?;
     model.divide(ranks)?;
     let model = &model;
+    let length = window_tokens(args.sequence_length, model.spec())?;
     let task = &Task { args, model, ranks };
     let cache = cache_type(args.kv_cache.as_deref())?;
     let Evaluated { loss, targets, streaming, planned } = match args.format.as_deref().filter(|f| *f != TEXT)
     {
         None => {
-            let data = samples::configured(args, TEXT)?.data;
+            let data = samples::configured(args, length, TEXT)?.data;
             if let Some(set) = args.set.iter().find(|set| !of_texts(set)) {
                 let [field, share] = OF_TEXTS;
                 return Err(Failure::usage(format!(
@@ -95,7 +99,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
             let windows = {
                 let tokenizer: Tokenizer = model.files.tokenizer()?;
                 let (field, share) = (data.text_field(), data.max_invalid_share());
-                EvalWindows::read(&args.data, &field, share, &tokenizer, args.sequence_length as usize)?
+                EvalWindows::read(&args.data, &field, share, &tokenizer, length as usize)?
             };
             let engine = task.start()?;
             match cache {
@@ -107,7 +111,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
             return Err(Failure::usage("--kv-cache is for texts; leave it out, or --format"));
         }
         Some(format) => {
-            let samples = samples::read(args, model, format)?;
+            let samples = samples::read(args, model, length, format)?;
             samples::measure(task, &task.start()?, &samples)?
         }
     };
@@ -129,6 +133,19 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Tokens of a window, as they were asked for. Where positions are learned, there are none beyond.
+fn window_tokens(asked: Option<u64>, spec: &ModelSpec) -> Result<u64, Failure> {
+    let learned = spec.attention.rope.is_none().then_some(spec.max_position_embeddings);
+    match (asked, learned) {
+        (Some(asked), Some(learned)) if asked > learned => Err(Failure::usage(format!(
+            "--sequence-length {asked}: {} has learned {learned} positions and none beyond",
+            spec.name
+        ))),
+        (Some(asked), _) => Ok(asked),
+        (None, learned) => Ok(learned.map_or(WINDOW_TOKENS, |learned| learned.clamp(2, WINDOW_TOKENS))),
+    }
 }
 
 /// The sum of the losses and their number, or the sum of their weights, and what was streamed for them.

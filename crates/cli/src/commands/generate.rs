@@ -265,7 +265,7 @@ impl Run<'_> {
         let mut samples = Vec::new();
         for sample in 0..self.args.samples {
             let generated = self.sample(prompt, sample, |_| Ok(()))?;
-            samples.push(document::sample(&generated, self.seed(sample)));
+            samples.push(document::sample(&generated, self.seed(sample), self.args.speculation.is_wanted()));
         }
         Ok(self.document.of(prompt, samples))
     }

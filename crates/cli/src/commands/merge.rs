@@ -7,6 +7,7 @@ use crate::args::MergeArgs;
 use crate::failure::Failure;
 use crate::models;
 use crate::output::outln;
+use crate::weights::another_base;
 
 pub fn run(args: &MergeArgs) -> Result<(), Failure> {
     let files = models::with_weights(&args.model, "merge", args.output.json)?;
@@ -15,6 +16,9 @@ pub fn run(args: &MergeArgs) -> Result<(), Failure> {
     let unknown = &adapter.config().unknown;
     if !unknown.is_empty() && !args.output.json {
         outln!("note: the adapter's configuration has keys that are without effect: {}", unknown.join(", "))?;
+    }
+    if let Some(base) = another_base(&adapter, &args.model).filter(|_| !args.output.json) {
+        outln!("note: the adapter was trained on {base}, and the model is {}", args.model)?;
     }
     if spec.tie_word_embeddings != files.spec().tie_word_embeddings && !args.output.json {
         outln!(

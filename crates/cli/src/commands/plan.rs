@@ -211,7 +211,7 @@ impl<'a> Answer<'a> {
             out.push_str(&format!("{}\n", search::words(plan, report)));
         }
         out.push_str(&describe(plan, &self.speeds));
-        out.push_str(&whole_run(plan, self.cost.map(|cost| cost.steps), None));
+        out.push_str(&whole_run(plan, self.cost.map(|cost| cost.steps), None, 0));
         if let Some(cost) = &self.cost {
             out.push_str(&cost::words(cost, args, asked.target.as_ref()));
         }

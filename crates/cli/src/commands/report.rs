@@ -4,11 +4,12 @@ mod source;
 
 use std::path::Path;
 
+use plimsoll_monitor::{FLIGHT_RECORDER, Recording};
 use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::Imported;
 use plimsoll_report::{Document, ParetoPoint, RunRecord, Subject, WaterfallEntry};
 use plimsoll_stacks::Request;
-use plimsoll_train::{CONFIG_FILE, Report, StepMetrics};
+use plimsoll_train::{CONFIG_FILE, RUN_COMPLETE, RUN_STOPPED, Report, StepMetrics};
 
 use crate::args::{ConfigSource, ReportArgs};
 use crate::asked::Asked;
@@ -124,11 +125,17 @@ fn of_run(args: &ReportArgs, folder: &Path) -> Result<Document, Failure> {
         configuration: std::fs::read_to_string(&configuration).ok(),
         steps: StepMetrics::of_run(folder)?,
         report: Report::of_run(folder)?,
+        ended: ended(folder),
     };
     let (mut notes, mut plan, mut place) = (Vec::new(), None, String::new());
     match planned_again(args, &configuration) {
-        Ok((made, whose)) => {
+        Ok((mut made, whose)) => {
             let said = record.report.as_ref().map(|report| report.planned.device_peak_bytes);
+            // What the program takes beside the arena was measured by the run; this process is another.
+            if let Some(report) = record.report.as_ref().filter(|_| said == Some(made.peak_bytes())) {
+                let beside = made.process_bytes() - made.overhead_bytes;
+                made.overhead_bytes = report.planned.process_bytes.saturating_sub(beside);
+            }
             if said.is_some_and(|said| said != made.peak_bytes()) {
                 notes.push(format!(
                     "The run was planned with a peak of {} bytes; its configuration, planned again, has one of {} bytes. The breakdown and the time line are those of the plan that was made again.",
@@ -157,6 +164,12 @@ fn of_run(args: &ReportArgs, folder: &Path) -> Result<Document, Failure> {
         notes,
         ..Subject::default()
     })?)
+}
+
+/// What ended a run that came to no end of its own, where it said so to its flight recorder.
+fn ended(folder: &Path) -> Option<String> {
+    let how = Recording::read(&folder.join(FLIGHT_RECORDER)).ok()?.about.ended?;
+    (how != RUN_COMPLETE && how != RUN_STOPPED).then_some(how)
 }
 
 fn planned_again(args: &ReportArgs, configuration: &Path) -> Result<(TrainingPlan, String), Failure> {

@@ -7,10 +7,11 @@ use plimsoll_device::cuda::OpenCard;
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
-use plimsoll_plan::config::{RawConfig, Started};
+use plimsoll_plan::config::{RawConfig, Started, TrainingLength};
 use plimsoll_report::count;
 use plimsoll_train::{
-    MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError, TrainingOutcome,
+    Checkpoint, MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError,
+    TrainingOutcome,
 };
 use plimsoll_watch::{Live, PlanView};
 
@@ -49,6 +50,17 @@ fn finished(prepared: &Prepared, plan: &TrainingPlan) -> Option<Report> {
     (report.finished && step >= prepared.total_steps(plan)).then_some(report)
 }
 
+/// The same of one that has no checkpoint to go on from and need not go on.
+fn finished_without_checkpoint(config: &RawConfig) -> Option<Report> {
+    let folder = config.output.dir();
+    let report = Report::of_run(&folder).ok()?.filter(|report| report.finished)?;
+    let is_long_enough = match config.training.length() {
+        TrainingLength::Steps(steps) => steps <= report.steps,
+        TrainingLength::Epochs(_) => true,
+    };
+    (is_long_enough && Checkpoint::is_none_left(&folder)).then_some(report)
+}
+
 /// One rank of a run, or the only one.
 fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let leads = ranks.rank() == 0;
@@ -57,6 +69,18 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     config.rank = ranks.rank();
     config.training_data()?;
     let quiet = args.json || !leads;
+    if args.resume
+        && ranks.is_alone()
+        && let Some(report) = finished_without_checkpoint(&config)
+    {
+        return match args.json {
+            true => outln!("{}", serde_json::to_string_pretty(&report)?),
+            false => outln!(
+                "the run in {} is finished: nothing is left to do, and there is no checkpoint to go on from",
+                config.output.dir().display()
+            ),
+        };
+    }
     let origin = models::origin(&config, Need::Files, quiet)?;
     let mut prepared = Prepared::of_rank(config, origin, args.resume, ranks)?;
     let answers = answers(&args.source)?;
@@ -119,7 +143,8 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         let speeds = PlanSpeeds::here(&engine, &plan);
         // What cannot be shown is no reason not to train.
         let (steps, validation) = (prepared.total_steps(&plan), prepared.validation_sequences());
-        let _ = out!("{}{}", describe(&plan, &speeds), whole_run(&plan, Some(steps), validation));
+        let run = whole_run(&plan, Some(steps), validation, prepared.token_bytes());
+        let _ = out!("{}{run}", describe(&plan, &speeds));
     }
     // The first rank decides: others may not see what it has written.
     let report = if leads { finished(&prepared, &plan) } else { None };

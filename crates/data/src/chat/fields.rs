@@ -366,7 +366,10 @@ impl Sample {
                     false => {
                         let roles: Vec<&str> =
                             turns.iter().map(|turn| turn.message.role.as_str()).take(8).collect();
-                        Err(Skip::new(SkipReason::NoAssistant, format!("there are {}", roles.join(", "))))
+                        Err(Skip::new(
+                            SkipReason::NoAssistant,
+                            format!("there are turns of {} alone", roles.join(", ")),
+                        ))
                     }
                 }
             }
@@ -449,7 +452,7 @@ mod tests {
         let assistant = |content: &str| json!({ "role": "assistant", "content": content });
         let user = json!({ "role": "user", "content": "a" });
         for (record, words) in [
-            (json!({ "messages": [user] }), "no assistant turn: there are user"),
+            (json!({ "messages": [user] }), "no assistant turn: there are turns of user alone"),
             (json!({ "messages": [] }), "empty: there are no messages"),
             (json!({ "messages": 7 }), "malformed: the messages are not a list"),
             (json!({ "messages": [user, 3] }), "malformed: message 2: not an object"),

@@ -135,6 +135,11 @@ impl SampleWindows {
         self.windows
     }
 
+    /// Bytes of disk that all of it takes.
+    pub fn disk_bytes(&self) -> u64 {
+        [&self.tokens, &self.weights, &self.lengths, &self.index].map(|file| 4 * file.len()).iter().sum()
+    }
+
     /// Tokens of all samples, without padding.
     pub fn tokens(&self) -> u64 {
         self.tokens.len()

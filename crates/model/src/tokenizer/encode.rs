@@ -107,31 +107,19 @@ impl Tokenizer {
     /// As [`encode`](Self::encode).
     pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::new();
-        self.encode_document::<TokenizerError>(text, &mut |piece| {
+        let sink = &mut |piece: &[u32]| {
             ids.extend_from_slice(piece);
-            Ok(())
-        })?;
+            Ok::<(), TokenizerError>(())
+        };
+        let mut document = self.document();
+        document.push(text, sink)?;
+        document.finish(sink)?;
         Ok(ids)
     }
 
-    /// As [`encode_beginning`](Self::encode_beginning), piece by piece, so that the memory of long texts stays bounded
-    /// where the tokenizer can be cut: byte-level ones can; others take the text as a whole.
-    pub fn encode_document<E: From<TokenizerError>>(
-        &self,
-        text: &str,
-        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let before = &self.shared.around.before;
-        let mut begun = before.is_empty();
-        self.encode_pieces(text, true, &mut |piece| {
-            if !begun && !piece.starts_with(before) {
-                sink(before)?;
-            }
-            begun = true;
-            sink(piece)
-        })?;
-        // An empty text has no piece.
-        if begun { Ok(()) } else { sink(before) }
+    /// A text that stands at the beginning of a sequence and comes bit by bit, as [`encode_beginning`](Self::encode_beginning) has it.
+    pub fn document(&self) -> DocumentEncoder<'_> {
+        DocumentEncoder { tokenizer: self, held: String::new(), begun: self.shared.around.before.is_empty() }
     }
 
     fn encode_pieces<E: From<TokenizerError>>(
@@ -148,7 +136,12 @@ impl Tokenizer {
 
     /// The text in parts that can be encoded alone.
     fn pieces<'a>(&self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        pieces::cut(text, if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX })
+        pieces::cut(text, self.piece_bytes())
+    }
+
+    /// After how many bytes such a part may end.
+    fn piece_bytes(&self) -> usize {
+        if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX }
     }
 
     fn encode_guarded(
@@ -181,6 +174,74 @@ impl Tokenizer {
         let model = engine.get_model();
         pieces.tokenize(|piece| model.tokenize(piece.get()))?;
         pieces.into_encoding(None, 0, offsets)
+    }
+}
+
+/// A text that is encoded as it comes. Where the tokenizer can be cut, no more than a piece of it is held: byte-level ones can; others take
+/// the text as a whole.
+#[derive(Debug)]
+pub struct DocumentEncoder<'t> {
+    tokenizer: &'t Tokenizer,
+    /// What waits for the end of its piece.
+    held: String,
+    /// Whether what the model expects before a text has been handed on.
+    begun: bool,
+}
+
+impl DocumentEncoder<'_> {
+    /// Takes more of the text, and hands on the ids of the pieces that it ends.
+    ///
+    /// # Errors
+    /// The tokenizer refuses, or whatever `sink` answers.
+    pub fn push<E: From<TokenizerError>>(
+        &mut self,
+        text: &str,
+        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let most = self.tokenizer.piece_bytes();
+        self.held.push_str(text);
+        let held = std::mem::take(&mut self.held);
+        let mut rest = held.as_str();
+        while let Some((piece, after)) =
+            pieces::end_of_piece(rest, most).and_then(|end| rest.split_at_checked(end))
+        {
+            self.encode(piece, sink)?;
+            rest = after;
+        }
+        let done = held.len() - rest.len();
+        self.held = held;
+        self.held.drain(..done);
+        Ok(())
+    }
+
+    /// Hands on the rest.
+    ///
+    /// # Errors
+    /// As of [`push`](Self::push).
+    pub fn finish<E: From<TokenizerError>>(
+        mut self,
+        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let rest = std::mem::take(&mut self.held);
+        if !rest.is_empty() {
+            self.encode(&rest, sink)?;
+        }
+        // An empty text has no piece.
+        if self.begun { Ok(()) } else { sink(&self.tokenizer.shared.around.before) }
+    }
+
+    fn encode<E: From<TokenizerError>>(
+        &mut self,
+        piece: &str,
+        sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let encoding = self.tokenizer.encode_guarded(piece, true, OffsetType::None)?;
+        let before = &self.tokenizer.shared.around.before;
+        if !self.begun && !encoding.get_ids().starts_with(before) {
+            sink(before)?;
+        }
+        self.begun = true;
+        sink(encoding.get_ids())
     }
 }
 

@@ -14,6 +14,10 @@ use super::gguf::is_word_by_word;
 /// Texts are cut into pieces of about this many bytes.
 pub const PIECE_BYTES: usize = 32 << 10;
 
+/// A piece without such a place is so much longer at most. Then it ends behind a word or, where a word goes on for so long, in it: what is
+/// written in a file shall not decide how much memory its tokens take.
+const MOST_BEYOND: usize = 16 << 10;
+
 /// Whether cutting leaves all tokens as they are.
 pub fn may_be_cut(engine: &Engine) -> bool {
     let steps = match engine.get_pre_tokenizer() {
@@ -62,25 +66,33 @@ pub fn cut(text: &str, most: usize) -> impl Iterator<Item = &str> {
         if rest.is_empty() {
             return None;
         }
-        let (piece, after) = rest.split_at(end_of_piece(rest, most));
+        let (piece, after) = rest.split_at(end_of_piece(rest, most).unwrap_or(rest.len()));
         rest = after;
         Some(piece)
     })
 }
 
-fn end_of_piece(text: &str, most: usize) -> usize {
+/// Where the first piece ends, whatever text may follow; `None` where more text would tell.
+pub fn end_of_piece(text: &str, most: usize) -> Option<usize> {
     if text.len() <= most {
-        return text.len();
+        return None;
     }
     let start = text.floor_char_boundary(most);
-    let mut after_word = false;
-    for (offset, c) in text[start..].char_indices() {
+    let (mut after_word, mut behind_word) = (false, None);
+    for (offset, c) in text.get(start..)?.char_indices() {
         if after_word && matches!(c, ' ' | '\n') {
-            return start + offset;
+            return Some(start + offset);
         }
-        after_word = c.is_alphanumeric();
+        if offset >= MOST_BEYOND {
+            return Some(behind_word.unwrap_or(start + offset));
+        }
+        let in_word = c.is_alphanumeric();
+        if after_word && !in_word {
+            behind_word = Some(start + offset);
+        }
+        after_word = in_word;
     }
-    text.len()
+    None
 }
 
 #[cfg(test)]
@@ -97,5 +109,25 @@ mod tests {
                 prop_assert!(left.ends_with(char::is_alphanumeric) && right.starts_with([' ', '\n']));
             }
         }
+
+        /// A text that comes bit by bit is cut as one that is there from the beginning.
+        #[test]
+        fn a_piece_ends_where_it_ends_whatever_follows(text in "[ a-z\\n\\p{L}.1]{0,200}", most in 1usize..50) {
+            let Some(end) = end_of_piece(&text, most) else { return Ok(()) };
+            for (more, c) in text.char_indices().map(|(place, c)| (place + c.len_utf8(), c)) {
+                let known = end_of_piece(&text[..more], most);
+                prop_assert!(known == Some(end) || known.is_none() && more < end + c.len_utf8());
+            }
+        }
+    }
+
+    #[test]
+    fn a_word_without_an_end_is_cut() {
+        let lengths = |text: &str| cut(text, 100).map(str::len).collect::<Vec<usize>>();
+        assert_eq!(lengths(&"é".repeat(10_000)), [100 + MOST_BEYOND, 20_000 - 100 - MOST_BEYOND]);
+        // Behind a word rather than within one.
+        let clauses = "word,".repeat(4000);
+        let pieces: Vec<&str> = cut(&clauses, 100).collect();
+        assert!(pieces.len() == 2 && pieces[0].ends_with("word") && pieces.concat() == clauses);
     }
 }

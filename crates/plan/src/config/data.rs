@@ -40,7 +40,7 @@ section! {
         num_workers: Auto<u64> = Auto::Auto, WORKERS;
         /// Batches that each of them makes ahead of their use.
         prefetch_factor: u64 = 2, AT_LEAST_ONE;
-        /// Memory between the files and the tokenizer, for files with a document a line; auto: 64KiB.
+        /// Memory between the files and the tokenizer, for texts and files with a document a line; auto: 64KiB.
         buffer_size: Auto<ByteSize> = Auto::Auto, AT_LEAST_ONE;
         /// Whether these threads live on from one epoch to the next; false: they and their batches make room in between.
         persistent_workers: bool = true;

@@ -66,10 +66,7 @@ impl RawConfig {
     /// As [`from_file_with`](RawConfig::from_file_with).
     pub fn from_str_with(text: &str, origin: &str, overrides: &[Override]) -> Result<RawConfig, ConfigError> {
         let (mut config, wrong) = layer_of(text, origin)?;
-        let mut said = BTreeSet::new();
-        for Override { key, value, argument } in overrides {
-            said.extend(config.applied_override(key, value, argument)?);
-        }
+        let (said, errors) = config.applied(overrides);
         let repaired = |path: &str| {
             let rival = |one: &str, other: &str| {
                 is_within(path, one)
@@ -78,8 +75,31 @@ impl RawConfig {
             said.contains(path) || RIVALS.iter().any(|(one, other)| rival(one, other) || rival(other, one))
         };
         let left = wrong.into_iter().filter(|(path, _)| !path.as_deref().is_some_and(repaired));
-        ConfigError::collect(left.map(|(_, error)| error).collect())?;
+        ConfigError::collect(left.map(|(_, error)| error).chain(errors).collect())?;
         Ok(config)
+    }
+
+    /// A configuration of what the command line says alone.
+    ///
+    /// # Errors
+    /// All that is wrong with it, as of [`apply_set`](RawConfig::apply_set).
+    pub fn of_command_line(overrides: &[Override]) -> Result<RawConfig, ConfigError> {
+        let mut config = RawConfig::default();
+        let (_, errors) = config.applied(overrides);
+        ConfigError::collect(errors)?;
+        Ok(config)
+    }
+
+    /// Applies what can be, in order: the keys that were set, and what is wrong with the others.
+    fn applied(&mut self, overrides: &[Override]) -> (BTreeSet<String>, Vec<ConfigError>) {
+        let (mut said, mut errors) = (BTreeSet::new(), Vec::new());
+        for Override { key, value, argument } in overrides {
+            match self.applied_override(key, value, argument) {
+                Ok(keys) => said.extend(keys),
+                Err(error) => errors.push(error),
+            }
+        }
+        (said, errors)
     }
 
     /// A configuration of `KEY=VALUE` assignments alone, the later over the earlier.

@@ -7,7 +7,7 @@ use plimsoll_plan::config::RawConfig;
 use super::rung::quoted;
 use crate::args::{BenchRunArgs, ConfigSource};
 use crate::failure::Failure;
-use crate::session::load_config;
+use crate::session::{load_config, written_config};
 
 /// The model of the benchmarks, and where `examples/get-smollm2` puts it.
 const MODEL_FILE: &str = "models/SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -72,16 +72,13 @@ impl Base {
         for assignment in &set {
             train_arguments.extend(["--set".to_owned(), assignment.clone()]);
         }
-        let config = load_config(&ConfigSource {
-            config: args.config.clone(),
-            set,
-            model,
-            batch_size: None,
-            sequence_length: None,
-            memory: None,
-            mixed_precision: None,
-            gradient_checkpointing: None,
-        })?;
-        Ok(Base { config, train_arguments })
+        let source = ConfigSource { config: args.config.clone(), set, model, ..ConfigSource::default() };
+        Ok(Base { config: load_config(&source)?, train_arguments })
     }
+}
+
+/// What the user has written, in the file and beside it.
+pub fn written(args: &BenchRunArgs) -> Result<RawConfig, Failure> {
+    let (config, set) = (args.config.clone(), args.set.clone());
+    written_config(&ConfigSource { config, set, ..ConfigSource::default() })
 }

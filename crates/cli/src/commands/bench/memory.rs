@@ -7,7 +7,7 @@ use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{Machine, ModelOrigin};
 use plimsoll_train::write_whole;
 
-use super::base::Base;
+use super::base::{self, Base};
 use super::charts;
 use super::report::MemoryReport;
 use super::rung::{self, Rung, Trainings};
@@ -22,7 +22,13 @@ use crate::signals::StopSignals;
 
 pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     let chosen = chosen(&args.only)?;
-    let baseline = techniques::baseline(args.batch_size, args.sequence_length);
+    let said = base::written(&args.run)?;
+    let batch_size = args.batch_size.or(said.training.batch_size().set()).unwrap_or(4).max(1);
+    let sequence_length = args.sequence_length.or(said.data.sequence_length).unwrap_or(512).max(2);
+    let mut baseline = techniques::baseline(batch_size, sequence_length);
+    if let Some(rate) = said.training.learning_rate {
+        baseline.push(format!("training.learning_rate={rate}"));
+    }
     let base = Base::new(&args.run, baseline, args.plan_only)?;
     let need = if args.plan_only { Need::Shape } else { Need::Files };
     let origin = models::origin(&base.config, need, args.run.json)?;
@@ -42,8 +48,8 @@ pub fn run(args: &BenchMemoryArgs) -> Result<(), Failure> {
     let mut report = MemoryReport {
         model: origin.spec().name.clone(),
         parameters: origin.spec().parameter_count(),
-        batch_size: args.batch_size,
-        sequence_length: args.sequence_length,
+        batch_size,
+        sequence_length,
         steps: args.run.steps,
         threads: engine.pool.threads(),
         cpu: engine.hardware.cpu.name.clone().unwrap_or_else(|| engine.hardware.cpu.architecture.to_owned()),

@@ -18,11 +18,11 @@ use crate::weights::Weights;
 const DATA: &str = "data.";
 
 /// How the command line says that data are read.
-pub(super) fn configured(args: &EvalArgs, format: &str) -> Result<RawConfig, Failure> {
+pub(super) fn configured(args: &EvalArgs, length: u64, format: &str) -> Result<RawConfig, Failure> {
     let mut config = RawConfig::default();
     config.apply_override("data.format", format, &format!("--format {format}"))?;
-    let length = args.sequence_length.to_string();
-    config.apply_override("data.sequence_length", &length, &format!("--sequence-length {length}"))?;
+    let said = format!("--sequence-length {length}");
+    config.apply_override("data.sequence_length", &length.to_string(), &said)?;
     for assignment in &args.set {
         if !assignment.trim_start().starts_with(DATA) {
             return Err(Failure::usage(format!(
@@ -34,9 +34,9 @@ pub(super) fn configured(args: &EvalArgs, format: &str) -> Result<RawConfig, Fai
     Ok(config)
 }
 
-/// Reads the samples of `--data`.
-pub(super) fn read(args: &EvalArgs, model: &Weights, format: &str) -> Result<Dataset, Failure> {
-    let config = configured(args, format)?;
+/// Reads the samples of `--data`, in windows of `length` tokens.
+pub(super) fn read(args: &EvalArgs, model: &Weights, length: u64, format: &str) -> Result<Dataset, Failure> {
+    let config = configured(args, length, format)?;
     let tokenizer = model.files.tokenizer()?;
     let Some(encoder) = sample_encoder(&config, &tokenizer)? else {
         return Err(ConfigError::Missing {

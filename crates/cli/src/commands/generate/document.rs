@@ -47,8 +47,8 @@ impl Document {
     }
 }
 
-/// An answer of a prompt.
-pub fn sample(generated: &Generated, seed: u64) -> Value {
+/// An answer of a prompt; `guessed`: whether tokens were guessed ahead, or would have been.
+pub fn sample(generated: &Generated, seed: u64, guessed: bool) -> Value {
     let mut document = json!({
         "tokens": generated.tokens,
         "text": generated.text,
@@ -63,8 +63,9 @@ pub fn sample(generated: &Generated, seed: u64) -> Value {
         StopReason::StopToken(stop) => merge(&mut document, json!({ "stop": stop })),
         _ => {}
     }
-    if let Drafted { tokens: drafted @ 1.., accepted } = generated.drafted {
-        let rate = generated.drafted.acceptance_rate();
+    if guessed {
+        let (Drafted { tokens: drafted, accepted }, rate) =
+            (generated.drafted, generated.drafted.acceptance_rate());
         let fields =
             json!({ "drafted_tokens": drafted, "accepted_tokens": accepted, "acceptance_rate": rate });
         merge(&mut document, fields);

@@ -55,7 +55,7 @@ impl Many<'_> {
                 return bar.suspend(|| self.show((place, prompts.len()), sample, prompt, &generated));
             }
             let own = done.entry(place).or_default();
-            own.insert(sample, document::sample(&generated, self.seed(sample)));
+            own.insert(sample, document::sample(&generated, self.seed(sample), false));
             while let Some(all) = done.remove(&next) {
                 if (all.len() as u64) < samples {
                     done.insert(next, all);

@@ -187,8 +187,9 @@ fn waiting(time: &TimeEstimate, ranks: u32) -> String {
 }
 
 /// How long the whole run takes, of so many steps where that is known better than the configuration says it, and what it
-/// leaves on disk. `validation` is how many sequences it is validated on, where that is known.
-pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>, validation: Option<u64>) -> String {
+/// leaves on disk. `validation` is how many sequences it is validated on, where that is known, and `tokens` how many bytes of disk the
+/// tokens of its data take meanwhile.
+pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>, validation: Option<u64>, tokens: u64) -> String {
     let needs = plan.run_needs(steps);
     let mut time = match (needs.steps, needs.seconds) {
         (Some(1), Some(time)) => format!("the whole run, a step: about {}", seconds(time)),
@@ -214,6 +215,10 @@ pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>, validation: Option<u64
     if needs.model_bytes > 0 {
         left.push(format!("the model of {}", ByteSize(needs.model_bytes)));
     }
+    let meanwhile = match tokens {
+        0 => String::new(),
+        bytes => format!("until it ends, the tokens of its data take {} there too\n", ByteSize(bytes)),
+    };
     if left.is_empty() {
         return format!("{time}; it leaves no model behind\n");
     }
@@ -222,7 +227,8 @@ pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>, validation: Option<u64
     } else {
         String::new()
     };
-    format!("{time}\nit leaves {} on disk{most}:\n  {}\n", ByteSize(needs.left_bytes), left.join(" and "))
+    let (bytes, left) = (ByteSize(needs.left_bytes), left.join(" and "));
+    format!("{time}\nit leaves {bytes} on disk{most}:\n  {left}\n{meanwhile}")
 }
 
 /// The types of quantised weights, the most frequent first.
