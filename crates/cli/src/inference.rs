@@ -225,10 +225,13 @@ impl<'a> Inference<'a> {
                     let beside = beside_the_model(line, overhead);
                     Failure::does_not_fit(match error.hopeless() {
                         // What is over the line already comes on top of what is missing for the model.
-                        Some(reason) => format!(
-                            "{reason}. Beside that it takes {beside}. A load line of {} is enough, or a model of a smaller type or size",
-                            room.enough(error.needed.saturating_add(self.others_bytes), overhead)
-                        ),
+                        Some(reason) => {
+                            let others = self.others_bytes.saturating_add(self.logits_bytes(1));
+                            let line = room.enough(error.needed.saturating_add(others), overhead);
+                            format!(
+                                "{reason}. Beside that it takes {beside}; {line}, or take a model of a smaller type or size"
+                            )
+                        }
                         None => format!("{error}. Beside that it takes {beside}"),
                     })
                 }

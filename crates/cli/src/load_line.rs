@@ -57,10 +57,12 @@ impl PlanningRoom {
         self.line.bytes.saturating_sub(overhead).saturating_sub(self.spare)
     }
 
-    /// A line that is enough for so much, in whole MiB: what the program takes beside it is not quite the same in every run.
-    pub fn enough(&self, models: u64, overhead: u64) -> ByteSize {
+    /// What to do where so much is needed, with a line that is enough, in whole MiB: what the program takes beside it is not quite the
+    /// same in every run.
+    pub fn enough(&self, models: u64, overhead: u64) -> String {
         let bytes = models.saturating_add(overhead).saturating_add(self.spare).saturating_add(OTHERWISE);
-        ByteSize(bytes.div_ceil(1 << 20).saturating_mul(1 << 20))
+        let enough = ByteSize(bytes.div_ceil(1 << 20).saturating_mul(1 << 20));
+        format!("{}: {enough} is enough", remedy(self.line))
     }
 
     /// What the process takes with a plan: `models` bytes for models and their working memory, and `beside`, measured once
@@ -144,9 +146,8 @@ mod tests {
         let mut room = PlanningRoom::below(LoadLine { bytes: 10 << 20, by: LimitedBy::Budget });
         let first = room.bytes(4 << 20);
         assert_eq!(first, (6 << 20) - DRIFT);
-        let enough = room.enough(8 << 20, 4 << 20);
-        assert_eq!(enough, ByteSize(16 << 20));
-        let higher = PlanningRoom::below(LoadLine { bytes: enough.0, by: LimitedBy::Budget });
+        assert_eq!(room.enough(8 << 20, 4 << 20), "state a higher line: 16.0 MiB is enough");
+        let higher = PlanningRoom::below(LoadLine { bytes: 16 << 20, by: LimitedBy::Budget });
         assert!(higher.bytes((4 << 20) + OTHERWISE) >= 8 << 20);
         assert!(room.settle(first, (4 << 20) + DRIFT + 100).unwrap().is_none());
         let second = room.bytes(4 << 20);

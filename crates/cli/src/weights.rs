@@ -62,10 +62,14 @@ impl Weights {
         }
         let mut substitutes = Vec::new();
         for p in files.spec().parameters().iter().filter(|_| !quiet) {
-            if let Some(wanted) = quantized.of(p)
-                && let Some(used @ (DType::Q5_0 | DType::Q8_0)) = quantized_as(p, wanted)
-            {
-                Substitute::count(&mut substitutes, wanted, used);
+            let Some(wanted) = quantized.of(p).filter(|_| p.role.is_block_matrix()) else { continue };
+            match quantized_as(p, wanted) {
+                Some(used @ (DType::Q5_0 | DType::Q8_0)) => Substitute::count(&mut substitutes, wanted, used),
+                Some(_) => {}
+                None => {
+                    let stored = files.weights().inference_dtype(p, precision.weights);
+                    Substitute::count(&mut substitutes, wanted, stored);
+                }
             }
         }
         substitutes.iter().for_each(|substitute| errln!("note: {substitute}"));

@@ -230,8 +230,10 @@ fn a_finished_run_without_a_checkpoint_is_left_as_it_is() {
         serde_json::from_str(&ok(folder.path(), &[&resume[..], &["--json"]].concat())).unwrap();
     assert_eq!(report["finished"], true);
     assert_eq!(names(&folder.path().join("runs/out")), before);
-    let longer = [&resume[..], &["--set", "training.steps=9"]].concat();
-    assert!(fails(folder.path(), 2, &longer).contains("left no checkpoint to continue from"));
+    for other in ["training.steps=9", "training.epochs=9", "training.seed=9", "data.train=other.txt"] {
+        let other = [&resume[..], &["--set", other]].concat();
+        assert!(fails(folder.path(), 2, &other).contains("left no checkpoint to continue from"));
+    }
 }
 
 #[test]
@@ -240,7 +242,12 @@ fn a_broken_checkpoint_names_the_one_before_it() {
     ok(folder.path(), &["train", "c.yaml", "--set", "training.steps=4"]);
     let run = folder.path().join("runs/out");
     let resume = ["train", "c.yaml", "--resume"];
-    for (file, lost) in [("model.safetensors", false), ("optimizer.safetensors", true)] {
+    for (file, lost) in [
+        ("model.safetensors", false),
+        ("optimizer.safetensors", true),
+        ("trainer_state.json", true),
+        ("trainer_state.json", false),
+    ] {
         let file = run.join("checkpoint-4").join(file);
         let bytes = std::fs::read(&file).unwrap();
         match lost {

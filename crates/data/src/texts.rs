@@ -83,17 +83,21 @@ impl Pieces<'_> {
     /// More of a text.
     fn push(&mut self, text: &str) -> Result<(), DataError> {
         for line in text.split_inclusive('\n') {
-            self.held.push_str(line);
+            let mut rest = line;
+            while self.held.len() + rest.len() > LONGEST_PIECE {
+                let room = rest.floor_char_boundary(LONGEST_PIECE.saturating_sub(self.held.len()));
+                let (more, after) = rest.split_at(room);
+                self.held.push_str(more);
+                rest = after;
+                // Before a space, which belongs to the word behind it.
+                let space = self.held.rfind(char::is_whitespace).filter(|at| *at > 0);
+                let next = self.held.split_off(space.unwrap_or(self.held.len()));
+                self.end()?;
+                self.held = next;
+            }
+            self.held.push_str(rest);
             if line.ends_with('\n') && self.held.len() >= PIECE {
                 self.end()?;
-            }
-            while self.held.len() > LONGEST_PIECE {
-                // Before a space, which belongs to the word behind it.
-                let most = self.held.floor_char_boundary(LONGEST_PIECE);
-                let space = self.held.get(..most).and_then(|text| text.rfind(char::is_whitespace));
-                let rest = self.held.split_off(space.filter(|at| *at > 0).unwrap_or(most));
-                self.end()?;
-                self.held = rest;
             }
         }
         Ok(())
@@ -145,11 +149,13 @@ mod tests {
         let long = "line\n".repeat(20_000);
         let pieces = texts("b.txt", &long, Some("text"));
         assert!(pieces.len() == 2 && pieces.concat() == long && pieces[0].ends_with('\n'));
-        // Lines and words without an end are cut, the former between words.
+        // Lines and words without an end are cut, the former between words, however they come.
         let line = "words ".repeat(50_000);
         let pieces = texts("line.txt", &line, Some("text"));
         assert!(pieces.len() == 3 && pieces.concat() == line);
         assert!(pieces.iter().all(|piece| piece.len() <= LONGEST_PIECE && piece.contains("words")));
+        let record = format!("{{\"text\":\"{line}\"}}");
+        assert_eq!(texts("line.jsonl", &record, Some("text")), pieces);
         let word = format!("a {}", "é".repeat(1000));
         let pieces = texts("word.txt", &word, Some("text"));
         assert_eq!((pieces.len(), pieces[0].len()), (2, 2 + LONGEST_WORD));

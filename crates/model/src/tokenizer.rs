@@ -49,7 +49,8 @@ struct Shared {
     vocab_size: usize,
     decoding: decode::Decoding,
     /// Whether long texts may be cut between words without changing any token.
-    cuttable: bool,
+    /// How texts are cut into pieces, where that leaves tokens as they are.
+    cutter: Option<pieces::Cutter>,
 }
 
 /// The tokens and texts around the vocabulary.
@@ -114,8 +115,8 @@ impl Tokenizer {
         let vocab_size = engine.get_vocab(true).values().max().map_or(0, |id| *id as usize + 1);
         let around = specials::Around::of(&engine).map_err(|e| TokenizerError::invalid(&origin, e))?;
         let (hidden, decoding) = (encode::Hidden::of(&engine), decode::Decoding::of(&engine));
-        let cuttable = pieces::may_be_cut(&engine);
-        let shared = Shared { engine, origin, specials, around, hidden, vocab_size, decoding, cuttable };
+        let cutter = pieces::Cutter::of(&engine);
+        let shared = Shared { engine, origin, specials, around, hidden, vocab_size, decoding, cutter };
         Ok(Tokenizer { shared: Arc::new(shared) })
     }
 

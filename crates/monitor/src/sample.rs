@@ -16,6 +16,9 @@ use crate::process::{ProcessSample, process, proportional_bytes, tree};
 /// Something that costs much is asked for again after so many times its own time: two thousandths of the time.
 const SELDOM: u32 = 500;
 
+/// The same where it is known to have changed.
+const SOONER: u32 = 20;
+
 /// What is watched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Watched {
@@ -90,7 +93,7 @@ pub struct Sample {
     /// Pages in swap.
     pub swap_bytes: u64,
     /// The sum in which pages that processes share are divided among them: as of the last time that the kernel was asked, and what resident
-    /// sets have grown or shrunk by since.
+    /// sets of processes that were there then have grown or shrunk by since.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proportional_bytes: Option<u64>,
     /// Page faults so far that needed no disk.
@@ -115,17 +118,54 @@ pub struct Sample {
 #[derive(Debug, Default)]
 struct Seldom<T> {
     last: Option<T>,
-    next: Option<Instant>,
+    /// When it was asked for last, and how long that took.
+    asked: Option<(Instant, Duration)>,
 }
 
-impl<T: Clone> Seldom<T> {
-    fn get(&mut self, ask: impl FnOnce() -> T) -> Option<T> {
+impl<T> Seldom<T> {
+    /// As it was last, if it need not be asked for again after so many times the time that it took.
+    fn get(&mut self, times: u32, ask: impl FnOnce() -> T) -> Option<&T> {
         let begun = Instant::now();
-        if self.next.is_none_or(|next| begun >= next) {
+        let is_due = |(asked, took): (Instant, Duration)| begun >= asked + took.saturating_mul(times);
+        if self.asked.is_none_or(is_due) {
             self.last = Some(ask());
-            self.next = Some(Instant::now() + begun.elapsed() * SELDOM);
+            self.asked = Some((Instant::now(), begun.elapsed()));
         }
-        self.last.clone()
+        self.last.as_ref()
+    }
+}
+
+/// What processes take together, and the resident set that each had then.
+#[derive(Debug)]
+struct Proportional {
+    bytes: u64,
+    resident: Vec<(u32, u64)>,
+}
+
+impl Proportional {
+    fn ask(files: &SystemFiles, processes: &[ProcessSample]) -> Option<Proportional> {
+        let bytes: Option<u64> = processes.iter().map(|process| proportional_bytes(files, process.pid)).sum();
+        let resident = processes.iter().map(|process| (process.pid, process.rss_bytes)).collect();
+        Some(Proportional { bytes: bytes?, resident })
+    }
+
+    /// Whether it is of just these processes.
+    fn is_of(&self, processes: &[ProcessSample]) -> bool {
+        let is_there = |process: &ProcessSample| self.resident.iter().any(|(pid, _)| *pid == process.pid);
+        self.resident.len() == processes.len() && processes.iter().all(is_there)
+    }
+
+    /// With what has grown or shrunk since. What came or went counts when the kernel is asked again: pages that a child has of its parent
+    /// are in both resident sets.
+    fn now(&self, processes: &[ProcessSample]) -> u64 {
+        let (mut bytes, mut then) = (self.bytes, 0);
+        for (pid, resident) in &self.resident {
+            if let Some(process) = processes.iter().find(|process| process.pid == *pid) {
+                bytes = bytes.saturating_add(process.rss_bytes);
+                then += resident;
+            }
+        }
+        bytes.saturating_sub(then)
     }
 }
 
@@ -136,8 +176,7 @@ pub struct Sampler {
     gpus: Option<(Box<dyn Gpus>, Vec<u32>)>,
     limit: Option<u64>,
     descendants: Seldom<Vec<u32>>,
-    /// With the resident sets at that moment.
-    proportional: Seldom<Option<(u64, u64)>>,
+    proportional: Seldom<Option<Proportional>>,
     started: Instant,
     started_at: f64,
 }
@@ -156,8 +195,8 @@ impl Sampler {
             watched,
             gpus: None,
             limit,
-            descendants: Seldom { last: None, next: None },
-            proportional: Seldom { last: None, next: None },
+            descendants: Seldom { last: None, asked: None },
+            proportional: Seldom { last: None, asked: None },
             started: Instant::now(),
             started_at: since_1970.as_secs_f64(),
         }
@@ -177,7 +216,8 @@ impl Sampler {
         let pids = match &self.watched {
             Watched::Process(pid) => {
                 sample.pid = Some(*pid);
-                let mut pids = self.descendants.get(|| tree(files, *pid)).unwrap_or_default();
+                let mut pids =
+                    self.descendants.get(SELDOM, || tree(files, *pid)).cloned().unwrap_or_default();
                 if !pids.contains(pid) {
                     pids.insert(0, *pid);
                 }
@@ -197,15 +237,11 @@ impl Sampler {
         }
         sample.add_processes();
         if sample.processes.len() > 1 && sample.cgroup.is_none() {
-            let pids: Vec<u32> = sample.processes.iter().map(|process| process.pid).collect();
-            let resident = sample.rss_bytes;
-            let all = || {
-                let proportional: Option<u64> = pids.iter().map(|pid| proportional_bytes(files, *pid)).sum();
-                proportional.map(|bytes| (bytes, resident))
-            };
-            let known = self.proportional.get(all).flatten();
-            sample.proportional_bytes =
-                known.map(|(bytes, then)| bytes.saturating_add(resident).saturating_sub(then));
+            let processes = &sample.processes;
+            let last = self.proportional.last.as_ref().and_then(Option::as_ref);
+            let times = if last.is_some_and(|last| !last.is_of(processes)) { SOONER } else { SELDOM };
+            let known = self.proportional.get(times, || Proportional::ask(files, processes));
+            sample.proportional_bytes = known.and_then(Option::as_ref).map(|known| known.now(processes));
         }
         if let Some((gpus, indices)) = &mut self.gpus {
             sample.gpu = indices.iter().filter_map(|index| gpus.sample(*index).ok()).collect();
@@ -330,12 +366,26 @@ mod tests {
         let mut sampler = Sampler::on(files, Watched::Process(10), Some(1 << 20));
         sampler.sample().unwrap();
         // The next time is far away.
-        sampler.proportional.next = Some(Instant::now() + Duration::from_secs(3600));
+        let far = Some((Instant::now(), Duration::from_secs(3600)));
+        sampler.proportional.asked = far;
         for (resident, used) in [("900 kB", 1100 << 10), ("350 kB", 550 << 10)] {
             let status = format!("Name:\tworker\nVmRSS:\t{resident}\nRssAnon:\t400 kB\nThreads:\t1\n");
             std::fs::write(root.path().join("proc/12/status"), status).unwrap();
             assert_eq!(sampler.sample().unwrap().room.unwrap().used_bytes, used);
         }
+        // A child of the worker shares its pages, and so does what is left when it ends.
+        let path = |name: &str| root.path().join("proc").join(name);
+        std::fs::create_dir(path("14")).unwrap();
+        std::fs::write(path("14/stat"), "14 (child) R 12 10 10 0 -1 4 1 0 2 0 5 6").unwrap();
+        std::fs::write(path("14/status"), "Name:\tchild\nVmRSS:\t340 kB\nThreads:\t1\n").unwrap();
+        sampler.descendants.asked = None;
+        assert_eq!(sampler.sample().unwrap().room.unwrap().used_bytes, 550 << 10);
+        std::fs::write(path("14/smaps_rollup"), "Pss: 20 kB\n").unwrap();
+        sampler.proportional.asked = None;
+        assert_eq!(sampler.sample().unwrap().room.unwrap().used_bytes, 620 << 10);
+        sampler.proportional.asked = far;
+        std::fs::remove_dir_all(path("14")).unwrap();
+        assert_eq!(sampler.sample().unwrap().room.unwrap().used_bytes, 620 << 10);
     }
 
     #[test]

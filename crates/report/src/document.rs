@@ -103,7 +103,9 @@ impl Document {
         let of_steps = plan.and_then(|plan| plan.run_needs(None).steps);
         let mut progress = run.map(|run| Progress::of(&run.steps, run.report.as_ref(), of_steps));
         let ended = run.and_then(|run| run.ended.as_deref());
-        if let Some(run) = progress.as_mut().filter(|run| run.state == RunState::Open && ended.is_some()) {
+        // A part that was stopped may have been gone on with since.
+        if let Some(run) = progress.as_mut().filter(|run| run.state != RunState::Finished && ended.is_some())
+        {
             run.state = RunState::Ended;
         }
         // A report is of the last part of a run that said an end. Later steps are of a part that has not.

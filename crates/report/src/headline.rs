@@ -60,7 +60,11 @@ fn of_run(run: &Progress, ended: &str) -> String {
     let state = match run.state {
         RunState::Finished => format!("Finished after {steps}"),
         RunState::Stopped => format!("Stopped after {steps}"),
-        RunState::Ended => return format!("Ended after {steps}: {}.", ended.trim_end_matches('.')),
+        RunState::Ended => {
+            let when =
+                if run.steps == 0 { "before its first step".to_owned() } else { format!("after {steps}") };
+            return format!("Ended {when}: {}.", ended.trim_end_matches('.'));
+        }
         RunState::Open => format!("{steps} so far; the run goes on or was killed"),
         RunState::Empty => return "No step has been taken yet.".to_owned(),
     };

@@ -331,6 +331,10 @@ fn runs_are_shown_as_far_as_they_have_come() {
     let failed = Document::of(Subject { run: Some(&run), ..Subject::default() }).unwrap();
     assert_eq!(failed.run.as_ref().unwrap().state, RunState::Ended);
     assert_eq!(failed.headline, "Ended after a step: step 2: the loss is NaN.");
+    let at_once = RunRecord { steps: Vec::new(), ..run };
+    let failed = Document::of(Subject { run: Some(&at_once), ..Subject::default() }).unwrap();
+    assert_eq!(failed.headline, "Ended before its first step: step 2: the loss is NaN.");
+    failed.to_html().unwrap();
     let none = document(Vec::new());
     assert_eq!(none.run.as_ref().unwrap().state, RunState::Empty);
     assert!(text(&parsed(&none.to_html().unwrap()), "p.headline").contains("No step"));

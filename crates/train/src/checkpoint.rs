@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
-use plimsoll_model::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
+use plimsoll_model::{AdapterError, NewTensor, SafetensorsFile, StoredDType, write_tensors};
 use plimsoll_step::{LossScale, NamedTensor, StateKind, StepError, StepProgress, Trainer};
 use serde::{Deserialize, Serialize};
 
@@ -167,9 +167,10 @@ impl Checkpoint {
     /// The run's position at this checkpoint.
     pub fn state(&self) -> Result<TrainerState, TrainError> {
         let path = self.path.join(STATE);
-        let bytes = std::fs::read(&path).map_err(|e| TrainError::io("read", &path, e))?;
-        let state: TrainerState = serde_json::from_slice(&bytes)
-            .map_err(|e| TrainError::Checkpoint { path: path.clone(), reason: e.to_string() })?;
+        let bytes = std::fs::read(&path).map_err(|e| self.broken(TrainError::io("read", &path, e)))?;
+        let state: TrainerState = serde_json::from_slice(&bytes).map_err(|e| {
+            self.instead(TrainError::Checkpoint { path: path.clone(), reason: e.to_string() })
+        })?;
         if state.version != VERSION {
             let reason = format!(
                 "it was written by another version (layout {}, this one reads {VERSION}); start a new run from its model instead",
@@ -183,11 +184,21 @@ impl Checkpoint {
     /// An error of loading it, with what else there is to resume from where one of its files is to blame.
     pub(crate) fn broken(&self, error: TrainError) -> TrainError {
         use TrainError::{Adapter, Io, Model, Safetensors};
-        if !matches!(error, Adapter(_) | Io { .. } | Model(_) | Safetensors(_))
-            || !error.to_string().contains(&*self.path.to_string_lossy())
-        {
-            return error;
+        let is_of_file = match &error {
+            // What was asked for is another thing than what is there.
+            Adapter(AdapterError::Layout(_)) => false,
+            Io { source, .. } => source.kind() != io::ErrorKind::PermissionDenied,
+            Adapter(_) | Model(_) | Safetensors(_) => true,
+            _ => false,
+        };
+        match is_of_file && error.to_string().contains(&*self.path.to_string_lossy()) {
+            true => self.instead(error),
+            false => error,
         }
+    }
+
+    /// An error of one of its files, with the checkpoint before it.
+    fn instead(&self, error: TrainError) -> TrainError {
         let all = self.path.parent().and_then(|run| Checkpoint::list(run).ok()).unwrap_or_default();
         let earlier = all.into_iter().rev().find(|other| other.step < self.step).map(|other| other.path);
         TrainError::BrokenCheckpoint { path: self.path.clone(), source: Box::new(error), earlier }

@@ -128,6 +128,12 @@ pub enum TrainError {
         /// Whether it has a checkpoint.
         resumable: bool,
     },
+    /// There is a file in place of the folder.
+    #[error("output.dir: {} is no folder: a file has its name, or that of a folder above it; choose another one", .path.display())]
+    NoFolder {
+        /// What was named.
+        path: PathBuf,
+    },
     /// Another process writes to the folder.
     #[error(
         "{} is in use by {owner}, and two runs cannot write to one folder; wait for it, stop it, or choose another folder",
@@ -261,9 +267,6 @@ fn remedy(error: &std::io::Error) -> &'static str {
     match error.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
             "; free some space or choose another output.dir, then --resume"
-        }
-        std::io::ErrorKind::AlreadyExists | std::io::ErrorKind::NotADirectory => {
-            "; output.dir names a folder, and there is a file in its place"
         }
         std::io::ErrorKind::FileTooLarge => "; raise `ulimit -f` or choose another output.dir, then --resume",
         std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {

@@ -38,7 +38,12 @@ impl OutputFolder {
         let made = path.ancestors().take_while(missing).map(Path::to_owned).collect();
         let mut folder = OutputFolder { path: path.to_owned(), lock: None, made, passes: false };
         for _ in 0..TRIES {
-            std::fs::create_dir_all(path).map_err(|e| TrainError::io("create", path, e))?;
+            std::fs::create_dir_all(path).map_err(|e| match e.kind() {
+                io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
+                    TrainError::NoFolder { path: path.to_owned() }
+                }
+                _ => TrainError::io("create", path, e),
+            })?;
             match folder.try_lock() {
                 Ok(Attempt::Locked(file)) => {
                     folder.lock = Some(file);

@@ -7,10 +7,10 @@ use plimsoll_device::cuda::OpenCard;
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
-use plimsoll_plan::config::{RawConfig, Started, TrainingLength};
+use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_report::count;
 use plimsoll_train::{
-    Checkpoint, MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError,
+    CONFIG_FILE, Checkpoint, MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError,
     TrainingOutcome,
 };
 use plimsoll_watch::{Live, PlanView};
@@ -50,15 +50,13 @@ fn finished(prepared: &Prepared, plan: &TrainingPlan) -> Option<Report> {
     (report.finished && step >= prepared.total_steps(plan)).then_some(report)
 }
 
-/// The same of one that has no checkpoint to go on from and need not go on.
+/// The same of one that has no checkpoint to go on from and was asked for in just these words.
 fn finished_without_checkpoint(config: &RawConfig) -> Option<Report> {
     let folder = config.output.dir();
     let report = Report::of_run(&folder).ok()?.filter(|report| report.finished)?;
-    let is_long_enough = match config.training.length() {
-        TrainingLength::Steps(steps) => steps <= report.steps,
-        TrainingLength::Epochs(_) => true,
-    };
-    (is_long_enough && Checkpoint::is_none_left(&folder)).then_some(report)
+    let earlier = RawConfig::from_file(&folder.join(CONFIG_FILE)).ok()?;
+    let is_same = config.changes_since(&earlier).is_empty();
+    (is_same && Checkpoint::is_none_left(&folder)).then_some(report)
 }
 
 /// One rank of a run, or the only one.

@@ -5,7 +5,7 @@ use tokenizers::tokenizer::{Encoding, Model, NormalizedString, OffsetType, PreTo
 use tokenizers::{AddedVocabulary, ModelWrapper, Tokenizer as Engine};
 
 use super::guard::guarded;
-use super::{Tokenizer, TokenizerError, pieces};
+use super::{Tokenizer, TokenizerError};
 
 /// How a text is encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,13 +135,11 @@ impl Tokenizer {
     }
 
     /// The text in parts that can be encoded alone.
-    fn pieces<'a>(&self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        pieces::cut(text, self.piece_bytes())
-    }
-
-    /// After how many bytes such a part may end.
-    fn piece_bytes(&self) -> usize {
-        if self.shared.cuttable { pieces::PIECE_BYTES } else { usize::MAX }
+    fn pieces<'a>(&'a self, text: &'a str) -> Box<dyn Iterator<Item = &'a str> + 'a> {
+        match &self.shared.cutter {
+            Some(cutter) => Box::new(cutter.pieces(text)),
+            None => Box::new(Some(text).filter(|text| !text.is_empty()).into_iter()),
+        }
     }
 
     fn encode_guarded(
@@ -177,6 +175,9 @@ impl Tokenizer {
     }
 }
 
+/// Bytes that are added to a piece that waits for its end.
+const MORE: usize = 4 << 10;
+
 /// A text that is encoded as it comes. Where the tokenizer can be cut, no more than a piece of it is held: byte-level ones can; others take
 /// the text as a whole.
 #[derive(Debug)]
@@ -198,19 +199,30 @@ impl DocumentEncoder<'_> {
         text: &str,
         sink: &mut dyn FnMut(&[u32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let most = self.tokenizer.piece_bytes();
-        self.held.push_str(text);
-        let held = std::mem::take(&mut self.held);
-        let mut rest = held.as_str();
-        while let Some((piece, after)) =
-            pieces::end_of_piece(rest, most).and_then(|end| rest.split_at_checked(end))
+        let Some(cutter) = &self.tokenizer.shared.cutter else {
+            self.held.push_str(text);
+            return Ok(());
+        };
+        let (mut rest, mut held) = (text, std::mem::take(&mut self.held));
+        // What waited goes first, with as much more as ends its piece.
+        while !held.is_empty() && !rest.is_empty() {
+            let (more, after) = rest.split_at(rest.ceil_char_boundary(MORE.min(rest.len())));
+            held.push_str(more);
+            rest = after;
+            let mut done = 0;
+            while let Some(end) = held.get(done..).and_then(|left| cutter.end_of_piece(left)) {
+                self.encode(held.get(done..done + end).unwrap_or_default(), sink)?;
+                done += end;
+            }
+            held.drain(..done);
+        }
+        while let Some((piece, after)) = cutter.end_of_piece(rest).and_then(|end| rest.split_at_checked(end))
         {
             self.encode(piece, sink)?;
             rest = after;
         }
-        let done = held.len() - rest.len();
+        held.push_str(rest);
         self.held = held;
-        self.held.drain(..done);
         Ok(())
     }
 

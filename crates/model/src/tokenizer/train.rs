@@ -79,6 +79,36 @@ mod tests {
     }
 
     #[test]
+    fn a_document_that_comes_in_parts_has_the_tokens_of_the_whole() {
+        let tokenizer = trained(300);
+        let lines = "the ship floats above the line\n".repeat(3000);
+        let text = format!("{lines}{}{END_OF_TEXT}{}{lines}", "é".repeat(40_000), "word,".repeat(20_000));
+        let whole = tokenizer.encode(&text).unwrap();
+        assert_eq!(tokenizer.encode_with_offsets(&text).unwrap().ids, whole);
+        assert_eq!(whole.iter().filter(|id| **id == BPE_END_OF_TEXT).count(), 1);
+        for bytes in [7, 5000, 200_000] {
+            let (mut ids, mut rest) = (Vec::new(), text.as_str());
+            let mut document = tokenizer.document();
+            let sink = &mut |piece: &[u32]| {
+                ids.extend_from_slice(piece);
+                Ok::<(), TokenizerError>(())
+            };
+            while !rest.is_empty() {
+                let (part, after) = rest.split_at(rest.ceil_char_boundary(bytes.min(rest.len())));
+                document.push(part, sink).unwrap();
+                rest = after;
+            }
+            document.finish(sink).unwrap();
+            // What stands before a text comes first.
+            assert_eq!(
+                ids.strip_prefix(tokenizer.special_tokens_around().0).unwrap_or(&ids),
+                whole,
+                "{bytes}"
+            );
+        }
+    }
+
+    #[test]
     fn the_same_texts_give_the_same_tokenizer_that_loads_again() {
         let folder = tempfile::tempdir().unwrap();
         let file =

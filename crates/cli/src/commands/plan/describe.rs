@@ -217,10 +217,10 @@ pub fn whole_run(plan: &TrainingPlan, steps: Option<u64>, validation: Option<u64
     }
     let meanwhile = match tokens {
         0 => String::new(),
-        bytes => format!("until it ends, the tokens of its data take {} there too\n", ByteSize(bytes)),
+        bytes => format!("until it ends, the tokens of its data take {} of that disk too\n", ByteSize(bytes)),
     };
     if left.is_empty() {
-        return format!("{time}; it leaves no model behind\n");
+        return format!("{time}; it leaves no model behind\n{meanwhile}");
     }
     let most = if needs.most_bytes > needs.left_bytes {
         format!(", at most {} at once", ByteSize(needs.most_bytes))

@@ -275,7 +275,7 @@ mod tests {
         for way in SPLITTINGS.iter().filter(|way| way.patterns.iter().any(|p| is_word_by_word(p))) {
             let whole = pieces(way, &text);
             let mut parts = Vec::new();
-            for part in crate::tokenizer::pieces::cut(&text, 8) {
+            for part in crate::tokenizer::pieces::Cutter::new(8, Vec::new()).pieces(&text) {
                 parts.extend(pieces(way, part));
             }
             assert_eq!(whole, parts, "{:?}", way.names);
