@@ -75,7 +75,7 @@ impl RawConfig {
             said.contains(path) || RIVALS.iter().any(|(one, other)| rival(one, other) || rival(other, one))
         };
         let left = wrong.into_iter().filter(|(path, _)| !path.as_deref().is_some_and(repaired));
-        ConfigError::collect(left.map(|(_, error)| error).chain(errors).collect())?;
+        ConfigError::collect(errors.into_iter().chain(left.map(|(_, error)| error)).collect())?;
         Ok(config)
     }
 
@@ -90,13 +90,16 @@ impl RawConfig {
         Ok(config)
     }
 
-    /// Applies what can be, in order: the keys that were set, and what is wrong with the others.
+    /// Applies what can be, in order: the keys that the command line is about, and what is wrong with its values.
     fn applied(&mut self, overrides: &[Override]) -> (BTreeSet<String>, Vec<ConfigError>) {
         let (mut said, mut errors) = (BTreeSet::new(), Vec::new());
         for Override { key, value, argument } in overrides {
             match self.applied_override(key, value, argument) {
                 Ok(keys) => said.extend(keys),
-                Err(error) => errors.push(error),
+                Err(error) => {
+                    said.insert(key.clone());
+                    errors.push(error);
+                }
             }
         }
         (said, errors)
