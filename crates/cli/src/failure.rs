@@ -156,6 +156,7 @@ impl From<StepError> for Failure {
         match error {
             StepError::Device(error) => error.into(),
             error @ (StepError::CacheType { .. }
+            | StepError::Mesh { .. }
             | StepError::NoExperts { .. }
             | StepError::NoRouterBias
             | StepError::TooFewPositions { .. }

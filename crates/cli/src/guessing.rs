@@ -20,6 +20,7 @@ impl DraftArgs {
             weights: WeightArgs {
                 model: model.clone(),
                 dtype: answering.weights.dtype.clone(),
+                quantize_activations: answering.weights.quantize_activations,
                 adapter: Vec::new(),
                 quantize: None,
             },

@@ -10,7 +10,7 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, Wiring};
-use plimsoll_step::Precision;
+use plimsoll_step::{Linears, Precision};
 
 use crate::args::ConfigSource;
 use crate::card;
@@ -279,11 +279,12 @@ pub fn resident_bytes() -> u64 {
 }
 
 /// Storage types for inference.
-pub fn inference_precision(dtype: &str) -> Result<Precision, Failure> {
+pub fn inference_precision(dtype: &str, quantize_activations: bool) -> Result<Precision, Failure> {
+    let linears = if quantize_activations { Linears::Int8 } else { Linears::Plain };
     match dtype {
-        "f32" | "fp32" | "float32" => Ok(Precision::F32),
+        "f32" | "fp32" | "float32" => Ok(Precision { linears, ..Precision::F32 }),
         "bf16" | "bfloat16" => {
-            Ok(Precision { weights: DType::Bf16, activations: DType::Bf16, ..Precision::F32 })
+            Ok(Precision { weights: DType::Bf16, activations: DType::Bf16, linears, ..Precision::F32 })
         }
         other => Err(Failure::usage(format!("--dtype {other}: must be f32 or bf16"))),
     }

@@ -38,7 +38,7 @@ impl Weights {
     /// Opens the files and reads the adapters. `purpose` says what they are for; a model of the hub is fetched without a
     /// word where `quiet`.
     pub fn open(args: &WeightArgs, purpose: &'static str, quiet: bool) -> Result<Weights, Failure> {
-        let precision = inference_precision(&args.dtype)?;
+        let precision = inference_precision(&args.dtype, args.quantize_activations)?;
         let files = models::with_weights(&args.model, purpose, quiet)?;
         let quantized = quantized_types(args.quantize.as_deref(), files.spec())?;
         let adapters = match args.adapter.as_slice() {

@@ -199,9 +199,15 @@ fn a_run_that_is_finished_is_left_as_it_is() {
         serde_json::from_str(&ok(folder.path(), &["train", "c.yaml", "--resume", "--json"])).unwrap();
     assert_eq!(report["steps"], 6);
     assert!(read() == before);
-    // More steps go on.
-    ok(folder.path(), &["train", "c.yaml", "--resume", "--set", "training.steps=7"]);
+    // More steps go on; and where the last checkpoint is of an earlier step, nothing is left to do all the same.
+    let seven = ["train", "c.yaml", "--resume", "--set", "training.steps=7"];
+    ok(folder.path(), &seven);
     assert_eq!(losses(&folder.path().join("out")).len(), 7);
+    assert!(!folder.path().join("out/checkpoint-7").exists());
+    let before = read();
+    let said = ok(folder.path(), &seven);
+    assert!(said.contains("finished: nothing is left to do"), "{said}");
+    assert!(read() == before);
 }
 
 #[test]

@@ -157,6 +157,48 @@ fn moe_plus_plus_trains_is_saved_and_answers() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("a family of Plimsoll's own"), "{output:?}");
 }
 
+/// QLoRA over experts that come one by one from below: each is quantised as the whole stack would be, so that losses have the same
+/// bits with all of them in memory. A matrix of theirs is one run of doubly quantised NF4.
+#[test]
+fn experts_that_come_one_by_one_are_quantised_as_the_whole() {
+    let folder = folder();
+    let values = set(&[
+        "model.from_scratch.architecture=mixtral",
+        "model.from_scratch.hidden_size=128",
+        "model.from_scratch.intermediate_size=128",
+        "model.from_scratch.num_experts=4",
+        "training.steps=1",
+        "output.dir=base",
+    ]);
+    let run = |values: &[String]| {
+        let values: Vec<&str> = values.iter().map(String::as_str).collect();
+        ok(folder.path(), &[&["train", "c.yaml", "--json"], values.as_slice()].concat())
+    };
+    run(&values);
+    let losses = |out: &str, more: &[&str]| -> Vec<u64> {
+        let (model, dir) = ("model=base".to_owned(), format!("output.dir={out}"));
+        let usual = [&model, &dir, "training.method=qlora", "training.lora.rank=4", "training.steps=3"];
+        run(&set(&[&usual[..], more].concat()));
+        let metrics = std::fs::read_to_string(folder.path().join(out).join("metrics.jsonl")).unwrap();
+        let loss =
+            |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap().to_bits();
+        metrics.lines().map(loss).collect()
+    };
+    let whole = losses("whole", &["memory.expert_slots=0"]);
+    assert_eq!(whole.len(), 3);
+    for (out, tier, kind) in [("disk", "disk", "nf4"), ("host", "host", "nf4"), ("plain", "disk", "nf4_f32")]
+    {
+        let (tier, kind) =
+            (format!("memory.offload={{parameters: {tier}}}"), format!("training.quantization={kind}"));
+        let by_one = losses(out, &[&tier, &kind, "memory.expert_slots=2"]);
+        let expected = match kind.ends_with("nf4") {
+            true => whole.clone(),
+            false => losses("whole-plain", &[&kind, "memory.expert_slots=0"]),
+        };
+        assert_eq!(by_one, expected, "{tier} {kind}");
+    }
+}
+
 #[test]
 fn a_trained_tokenizer_is_kept_with_the_run() {
     let folder = folder();

@@ -219,6 +219,10 @@ fn guesses_change_no_token_and_are_refused_where_they_cannot_be() {
     // A conversation is the same, too.
     let turns = |more: &[&str]| -> Vec<Value> {
         let lines = lines(&ok(path, &with(&chat(&["--json"]), more), "word3\nword3 word10\n"));
+        for line in &lines {
+            assert_eq!(line.get("drafted_tokens").is_some(), !more.is_empty(), "{line}");
+            assert_eq!(line.get("accepted_tokens").is_some(), !more.is_empty(), "{line}");
+        }
         lines.iter().map(|line| line["tokens"].clone()).collect()
     };
     assert_eq!(turns(&["--speculative", "lookup"]), turns(&[]));

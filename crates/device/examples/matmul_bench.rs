@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
 //! `portable`, `avx2`, `avx512`, `avx512bf16` and `amx`; with the last word there is no training, and names of types after it are
-//! those of the weights; with `frozen` in its place there are only products of a batch, and of a prompt, with frozen weights of every
+//! those of the weights, and each is multiplied with rows of f32 and of 8-bit integers; the word `cached` before them takes so few weights that
+//! they stay in the cache; with `frozen` in its place there are only products of a batch, and of a prompt, with frozen weights of every
 //! type.
 //! The peak is measured in the same run by a loop of multiply-adds that touches no memory.
 //! Numbers are medians; y = x W^T is `fwd`, dx = dy W is `dx`, dW = dy^T x is `dw`.
@@ -168,20 +169,33 @@ impl Bench {
 
     /// All matrix products of a decoding step, for some numbers of sequences, with weights of these types, or of all.
     fn decoding(&self, only: &[String]) -> Result<(), Box<dyn Error>> {
-        println!("decoding, 134.5 million weights: ms a step and GB/s of weights, by sequences");
-        let shapes: Vec<[usize; 2]> = (0..30).flat_map(|_| BLOCK).chain([[576, 49_152]]).collect();
+        // Two blocks stay in the last cache: what is left is what the kernels take.
+        let cached = only.first().is_some_and(|word| word == "cached");
+        let only = if cached { &only[1..] } else { only };
+        let blocks = if cached { 2 } else { 30 };
+        let shapes = (0..blocks).flat_map(|_| BLOCK).chain((!cached).then_some([576, 49_152]));
+        let shapes: Vec<[usize; 2]> = shapes.collect();
+        let weights: usize = shapes.iter().map(|[inputs, outputs]| inputs * outputs).sum();
+        println!(
+            "decoding, {:.1} million weights: ms a step and GB/s of weights, by sequences",
+            weights as f64 / 1e6
+        );
         // Whole blocks of every type.
         let shapes = shapes.into_iter().map(|[i, o]| [i.next_multiple_of(256), o]).collect::<Vec<_>>();
         let wanted = |dtype: &DType| {
             dtype.is_weight() && (only.is_empty() || only.iter().any(|name| name == dtype.name()))
         };
-        for dtype in DType::ALL.into_iter().filter(wanted) {
+        let computes = |dtype: DType| {
+            if dtype.is_block() { &[Compute::F32, Compute::Int8][..] } else { &[Compute::F32] }
+        };
+        let wanted = DType::ALL.into_iter().filter(wanted);
+        for (dtype, compute) in wanted.flat_map(|dtype| computes(dtype).iter().map(move |c| (dtype, *c))) {
             let weights = shapes
                 .iter()
                 .map(|[inputs, outputs]| Matrix::new(dtype, *outputs, *inputs))
                 .collect::<Result<Vec<_>, _>>()?;
             let bytes: usize = weights.iter().map(|weight| weight.memory.len()).sum();
-            print!("{dtype:5}");
+            print!("{dtype:5} {:4}", if compute == Compute::Int8 { "int8" } else { "" });
             for rows in [1, 2, 4, 8, 16, 32] {
                 let (x, y) = (Matrix::new(DType::F32, rows, 1536)?, Matrix::new(DType::F32, rows, 49_152)?);
                 let seconds = median(|| {
@@ -190,9 +204,7 @@ impl Bench {
                             Operand { columns: weight.columns, row_stride: weight.columns, ..x.operand() };
                         let c = Output { columns: weight.rows, row_stride: weight.rows, ..y.output() };
                         // SAFETY: `x` and `y` are as wide as the widest weight needs.
-                        unsafe {
-                            matmul(&self.pool, self.isa, Compute::F32, a, weight.transposed(), c, false)
-                        };
+                        unsafe { matmul(&self.pool, self.isa, compute, a, weight.transposed(), c, false) };
                     }
                 });
                 print!("  {rows}: {:.2} ms {:.1}", seconds * 1e3, bytes as f64 / seconds / 1e9);

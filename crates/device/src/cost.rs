@@ -45,9 +45,9 @@ impl Arithmetic {
     /// What a product of these operands multiplies.
     pub(crate) fn of(compute: Compute, operands: [&Tensor; 2]) -> Arithmetic {
         let both = |dtype| operands.iter().all(|operand| operand.dtype() == dtype);
-        match compute {
+        match compute.beside(operands[0].dtype()) {
             Compute::F32 if both(DType::F16) => Arithmetic::F16,
-            Compute::F32 => Arithmetic::F32,
+            Compute::F32 | Compute::Int8 => Arithmetic::F32,
             Compute::Bf16 if operands.iter().all(|operand| operand.dtype().is_fp8()) => Arithmetic::Fp8,
             Compute::Bf16 => Arithmetic::Half,
         }
@@ -118,7 +118,7 @@ impl Tally {
             add(total, flops);
         }
         match cost.attention {
-            Some((Compute::F32, flops)) => add(&mut self.attention_f32, flops),
+            Some((Compute::F32 | Compute::Int8, flops)) => add(&mut self.attention_f32, flops),
             Some((Compute::Bf16, flops)) => add(&mut self.attention_bf16, flops),
             None => {}
         }

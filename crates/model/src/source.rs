@@ -230,6 +230,7 @@ pub struct WeightSource {
     path: PathBuf,
     files: Vec<FileMap>,
     places: HashMap<String, Places>,
+    offsets: rows::Offsets,
 }
 
 /// An opened model.

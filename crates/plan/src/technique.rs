@@ -298,7 +298,7 @@ fn with_masters(step: &StepSettings) -> Precision {
     match precision.linears {
         _ if precision.weights == DType::F32 || !trains_narrow(&step.method) => precision,
         Linears::Fp8 => Precision { weights: DType::F32, ..precision },
-        Linears::Plain => Precision { master_weights: true, ..precision },
+        Linears::Plain | Linears::Int8 => Precision { master_weights: true, ..precision },
     }
 }
 
@@ -306,7 +306,7 @@ fn with_masters(step: &StepSettings) -> Precision {
 fn of_sixteen_bits(step: &StepSettings) -> Precision {
     let precision = step.precision;
     match precision.linears {
-        Linears::Plain => precision,
+        Linears::Plain | Linears::Int8 => precision,
         Linears::Fp8 => {
             let own_masters = precision.weights == DType::F32 && trains_narrow(&step.method);
             let master_weights = precision.master_weights || own_masters;

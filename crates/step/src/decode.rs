@@ -460,7 +460,8 @@ impl<'a> Decoder<'a> {
                         let own = rows(&logits, row, row + 1)?;
                         let column = reshaped(&own, &[self.spec.vocab_size, 1])?;
                         let out = &reshaped(&rows(&column, range.start, range.end)?, &[1, weight.rows()])?;
-                        let (x, compute) = (&rows(&normed.out, row, row + 1)?, ctx.compute);
+                        let (x, compute) =
+                            (&rows(&normed.out, row, row + 1)?, ctx.linears.of_rows(ctx.compute));
                         let bias = None;
                         self.device.run(Product::Linear {
                             x,

@@ -31,6 +31,7 @@ impl Multiply {
     pub fn of(precision: Precision) -> Multiply {
         match precision.linears {
             Linears::Plain => Multiply::Plain(precision.compute()),
+            Linears::Int8 => Multiply::Plain(Compute::Int8),
             Linears::Fp8 => Multiply::Fp8,
         }
     }
@@ -53,6 +54,14 @@ impl Multiply {
     /// The gradient of an output as it is multiplied: of a wider range.
     pub fn gradient(self, device: &dyn Device, dout: &Tensor) -> Result<Tensor, StepError> {
         self.operand(device, dout, DType::F8E5m2)
+    }
+
+    /// What rows are multiplied in that are no whole operand: in 8-bit floats they are `otherwise`.
+    pub fn of_rows(self, otherwise: Compute) -> Compute {
+        match self {
+            Multiply::Plain(compute) => compute,
+            Multiply::Fp8 => otherwise,
+        }
     }
 
     /// 8-bit floats are bf16 numbers: their products are exact in bf16.
@@ -163,10 +172,11 @@ impl<'a> Linear<'a> {
         }
     }
 
-    /// How its operands are multiplied: the head is no linear of a block, and a stack is not one operand with one scale.
+    /// How its operands are multiplied: the head is no linear of a block, and a stack is not one operand with one scale, as which
+    /// 8-bit floats are scaled.
     fn multiply(&self, ctx: &Context<'_>) -> Multiply {
-        let plain = !self.role.is_block_matrix() || self.offsets.is_some();
-        if plain { Multiply::Plain(ctx.compute) } else { ctx.linears }
+        let whole = self.role.is_block_matrix() && self.offsets.is_none();
+        if whole { ctx.linears } else { Multiply::Plain(ctx.linears.of_rows(ctx.compute)) }
     }
 
     /// out (+)= x W^T + b

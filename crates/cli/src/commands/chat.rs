@@ -115,7 +115,7 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if let Some(draft) = guessing.draft(ranks, draft_memory.as_ref())? {
         session = session.with_draft(draft);
     }
-    let console = Console { json: args.json };
+    let console = Console { json: args.json, guesses: args.speculation.is_wanted() };
     let input = match ranks.is_alone() {
         true => Input::new(!args.json, if args.no_history { None } else { history_file() })?,
         false => Input::through_launcher(args.typed),

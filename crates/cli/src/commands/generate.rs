@@ -1,6 +1,6 @@
 //! `plimsoll generate`: continues a prompt, once or more often, or every prompt of a file.
 
-mod document;
+pub(super) mod document;
 mod many;
 mod prompts;
 

@@ -43,11 +43,16 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
     ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
 }
 
-/// The report of a run that is resumed and has come to its end: nothing is left to do.
+/// The report of a run that is resumed and has come to its end: nothing is left to do. The last checkpoint may be of an earlier step
+/// than the last one; where later ones have been taken away, somebody wants to go on from it.
 fn finished(prepared: &Prepared, plan: &TrainingPlan) -> Option<Report> {
     let step = prepared.resumption()?.step;
-    let report = Report::of_run(&plan.config.output.dir()).ok()??;
-    (report.finished && step >= prepared.total_steps(plan)).then_some(report)
+    let output = &plan.config.output;
+    let report = Report::of_run(&output.dir()).ok()??;
+    let last_saved =
+        report.steps.checked_div(output.save_steps()).map_or(0, |times| times * output.save_steps());
+    let reached = if step >= last_saved { report.steps.max(step) } else { step };
+    (report.finished && reached >= prepared.total_steps(plan)).then_some(report)
 }
 
 /// The same of one that has no checkpoint to go on from and was asked for in just these words.

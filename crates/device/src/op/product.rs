@@ -3,7 +3,7 @@
 use super::{Family, MAX_PARTIAL_COLUMNS, Rounding, RowPieces};
 use crate::check::Description;
 use crate::cost::{Arithmetic, Multiplied};
-use crate::{Cost, Tensor};
+use crate::{Cost, DType, Tensor};
 
 /// The precision in which a matrix product multiplies; sums are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -12,6 +12,20 @@ pub enum Compute {
     F32,
     /// Operands rounded to bf16.
     Bf16,
+    /// Rows of 8-bit integers, each 32 of which share a scale, where a CPU multiplies at most [`FEW_ROWS`](super::FEW_ROWS) of them
+    /// with a weight of integer codes; else [`Bf16`](Compute::Bf16) for rows of bf16, and [`F32`](Compute::F32) for others.
+    Int8,
+}
+
+impl Compute {
+    /// What multiplies rows of `dtype` where integers do not.
+    pub fn beside(self, dtype: DType) -> Compute {
+        match self {
+            Compute::Int8 if dtype == DType::Bf16 => Compute::Bf16,
+            Compute::Int8 => Compute::F32,
+            Compute::F32 | Compute::Bf16 => self,
+        }
+    }
 }
 
 /// A product, or the gradient of a bias. Operands may be 8-bit floats: their values are bf16 numbers, so that

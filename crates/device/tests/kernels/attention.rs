@@ -258,7 +258,7 @@ pub fn inputs(s: &AttentionShape, dtype: DType) -> [Operand; 3] {
 
 pub fn tolerance(compute: Compute) -> f64 {
     match compute {
-        Compute::F32 => 6e-6,
+        Compute::F32 | Compute::Int8 => 6e-6,
         Compute::Bf16 => 3e-2,
     }
 }

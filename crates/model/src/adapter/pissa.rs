@@ -257,7 +257,7 @@ impl FirstValues {
         let columns = parameter.columns().max(1) as usize;
         let from = base.inference_dtype(parameter, DType::F32);
         let fail = |source| base.conversion(parameter, dtype, source);
-        encode_rows(parameter, rows, from, dtype, out, fail, |rows, values| {
+        encode_rows(parameter, rows, from, dtype, out, None, fail, |rows, values| {
             base.read_rows(parameter, rows.clone(), values)?;
             subtract(&low, (first + rows.start) as usize, columns, values);
             Ok(())

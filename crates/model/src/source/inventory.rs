@@ -9,6 +9,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::FileMap;
 
 use super::packed::Packed;
+use super::rows::Offsets;
 use super::{ModelError, NameList, PackedRows, Places, RowOrder, StoredAt, WeightSource};
 use crate::layout::{StoredPart, StoredTensor};
 use crate::parameters::{BlockId, Parameter};
@@ -106,7 +107,7 @@ impl Inventory {
         for place in places.values_mut() {
             place.parts.sort_by_key(|part| part.first);
         }
-        Ok(WeightSource { path, files, places })
+        Ok(WeightSource { path, files, places, offsets: Offsets::default() })
     }
 }
 

@@ -1,6 +1,8 @@
 //! A parameter's values row by row, whatever they are stored as: what converting, quantising and unpacking read.
 
+use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::{self, FourBit, Magnitudes};
@@ -177,9 +179,8 @@ impl WeightSource {
             return Ok(());
         }
         let fail = |source| self.conversion(parameter, to, source);
-        encode_rows(parameter, rows.clone(), place.dtype(), to, out, fail, |rows, values| {
-            self.read_rows(parameter, rows, values)
-        })?;
+        let read = |rows, values: &mut [f32]| self.read_rows(parameter, rows, values);
+        encode_rows(parameter, rows.clone(), place.dtype(), to, out, Some(&self.offsets), fail, read)?;
         place.of_rows(rows).for_each(|(part, _)| self.release_part(part));
         Ok(())
     }
@@ -195,18 +196,23 @@ impl WeightSource {
 }
 
 /// Rows of a parameter, which `read` gives in f32 a stripe at a time, as `to`: plain, or quantised. They were `from` before,
-/// which errors name. A type that looks at the whole matrix needs all rows.
+/// which errors name. A type that looks at the whole matrix needs all rows; or the place for what it found there, of which rows that
+/// are whole runs then have the bits that they have among all.
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn encode_rows<E>(
     parameter: &Parameter,
     rows: Range<u64>,
     from: DType,
     to: DType,
     out: &mut [u8],
+    offsets: Option<&Offsets>,
     fail: impl Fn(ConversionError) -> E,
     mut read: impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
 ) -> Result<(), E> {
     let columns = parameter.columns();
-    let fits = FourBit::of(to).is_none() || rows == parameter.all_rows();
+    let is_run = |row: u64| row.saturating_mul(columns).is_multiple_of(to.run_elements());
+    let runs = offsets.is_some() && is_run(rows.start) && is_run(rows.end);
+    let fits = FourBit::of(to).is_none() || rows == parameter.all_rows() || runs;
     if !(to.is_float() || can_quantize(to) && columns.is_multiple_of(to.row_multiple()) && fits) {
         return Err(fail(ConversionError::Unsupported { from, to }));
     }
@@ -216,9 +222,17 @@ pub(crate) fn encode_rows<E>(
         return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
     }
     if let Some(kind) = FourBit::of(to) {
-        let coded = FourBitMatrix::of(parameter, kind, !to.has_rows(), read)?;
-        let elements = parameter.elements() as usize;
-        let arranged = four_bit::arrange(to, elements, &coded.codes, &coded.magnitudes, out);
+        let whole = rows == parameter.all_rows();
+        let offset = match offsets.filter(|_| !whole && !to.has_rows()) {
+            Some(offsets) => Some(offsets.of(parameter, kind, &mut read)?),
+            None => None,
+        };
+        let (codes, magnitudes) = FourBitMatrix::code(parameter, rows, kind, &mut read)?;
+        let magnitudes = match offset {
+            Some(offset) => Magnitudes::around(magnitudes, Some(offset)),
+            None => Magnitudes::new(magnitudes, !to.has_rows()),
+        };
+        let arranged = four_bit::arrange(to, count as usize, &codes, &magnitudes, out);
         debug_assert!(arranged.is_some());
         return Ok(());
     }
@@ -244,6 +258,34 @@ pub(crate) fn encode_stripe(values: &[f32], to: DType, out: &mut [u8]) -> Result
     quantize(to, values, out, threads()).ok_or(ConversionError::Unsupported { from: DType::F32, to })
 }
 
+/// The offsets of doubly quantised matrices of which parts were asked for, by the parameters' names: each is the mean over a whole
+/// matrix, which is read for it once.
+#[derive(Debug, Default)]
+pub(crate) struct Offsets(Mutex<HashMap<String, f32>>);
+
+impl Offsets {
+    fn of<E>(
+        &self,
+        parameter: &Parameter,
+        kind: FourBit,
+        read: &mut impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<f32, E> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(offset) = known.get(&parameter.name) {
+            return Ok(*offset);
+        }
+        let mut magnitudes =
+            Vec::with_capacity(parameter.elements().div_ceil(four_bit::BLOCK as u64) as usize);
+        for rows in stripes(parameter.rows(), parameter.columns(), rows_of_whole_blocks(parameter.columns()))
+        {
+            magnitudes.extend(FourBitMatrix::code(parameter, rows, kind, read)?.1);
+        }
+        let offset = Magnitudes::offset(&magnitudes);
+        known.insert(parameter.name.clone(), offset);
+        Ok(offset)
+    }
+}
+
 /// A matrix in 4 bits, as bitsandbytes has it in memory.
 pub(crate) struct FourBitMatrix {
     /// Two to a byte.
@@ -259,16 +301,28 @@ impl FourBitMatrix {
         doubly: bool,
         mut read: impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
     ) -> Result<FourBitMatrix, E> {
+        let (codes, magnitudes) = FourBitMatrix::code(parameter, parameter.all_rows(), kind, &mut read)?;
+        Ok(FourBitMatrix { codes, magnitudes: Magnitudes::new(magnitudes, doubly) })
+    }
+
+    /// Codes and magnitudes of rows, of which the first begins a block.
+    fn code<E>(
+        parameter: &Parameter,
+        rows: Range<u64>,
+        kind: FourBit,
+        read: &mut impl FnMut(Range<u64>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(Vec<u8>, Vec<f32>), E> {
         let columns = parameter.columns();
-        let elements = parameter.elements() as usize;
+        let total = rows.end.saturating_sub(rows.start);
+        let elements = (total * columns) as usize;
         let mut codes = vec![0; elements.div_ceil(2)];
         let mut magnitudes = vec![0.0; elements.div_ceil(four_bit::BLOCK)];
         let mut values = Vec::new();
-        for rows in stripes(parameter.rows(), columns, rows_of_whole_blocks(columns)) {
+        for part in stripes(total, columns, rows_of_whole_blocks(columns)) {
             let (start, count) =
-                ((rows.start * columns) as usize, ((rows.end - rows.start) * columns) as usize);
+                ((part.start * columns) as usize, ((part.end - part.start) * columns) as usize);
             values.resize(count, 0.0);
-            read(rows, &mut values)?;
+            read(rows.start + part.start..rows.start + part.end, &mut values)?;
             // A stripe begins on a block.
             let (codes, magnitudes) = (&mut codes[start / 2..], &mut magnitudes[start / four_bit::BLOCK..]);
             let (codes, magnitudes) =
@@ -276,6 +330,6 @@ impl FourBitMatrix {
             let coded = four_bit::code(kind, &values, codes, magnitudes, threads());
             debug_assert!(coded.is_some());
         }
-        Ok(FourBitMatrix { codes, magnitudes: Magnitudes::new(magnitudes, doubly) })
+        Ok((codes, magnitudes))
     }
 }

@@ -3,6 +3,7 @@
 use plimsoll_generate::{Generated, StopReason};
 use serde_json::{Value, json};
 
+use crate::commands::generate::document::{guesses_document, merge};
 use crate::failure::Failure;
 use crate::output::{out, outln};
 
@@ -10,6 +11,8 @@ use crate::output::{out, outln};
 #[derive(Clone, Copy, Debug)]
 pub struct Console {
     pub json: bool,
+    /// Whether tokens are guessed.
+    pub guesses: bool,
 }
 
 impl Console {
@@ -45,8 +48,8 @@ impl Console {
             StopReason::StopToken(stop) => line["stop"] = (*stop).into(),
             _ => {}
         }
-        if let Some(rate) = answer.drafted.acceptance_rate() {
-            line["acceptance_rate"] = rate.into();
+        if self.guesses {
+            merge(&mut line, guesses_document(&answer.drafted));
         }
         outln!("{line}")
     }

@@ -18,7 +18,7 @@ pub struct Document {
 
 impl Document {
     /// The first sample's fields, and all of them in `samples` where there are more.
-    pub fn of(&self, prompt: &Prompt, samples: Vec<Value>) -> Value {
+    pub(super) fn of(&self, prompt: &Prompt, samples: Vec<Value>) -> Value {
         let mut document = json!({ "prompt_tokens": prompt.tokens, "memory": self.planned.document() });
         if let Some(first) = samples.first() {
             merge(&mut document, first.clone());
@@ -64,13 +64,15 @@ pub fn sample(generated: &Generated, seed: u64, guessed: bool) -> Value {
         _ => {}
     }
     if guessed {
-        let (Drafted { tokens: drafted, accepted }, rate) =
-            (generated.drafted, generated.drafted.acceptance_rate());
-        let fields =
-            json!({ "drafted_tokens": drafted, "accepted_tokens": accepted, "acceptance_rate": rate });
-        merge(&mut document, fields);
+        merge(&mut document, guesses_document(&generated.drafted));
     }
     document
+}
+
+/// What came of guesses; null for the rate where there were none.
+pub fn guesses_document(drafted: &Drafted) -> Value {
+    let Drafted { tokens, accepted } = drafted;
+    json!({ "drafted_tokens": tokens, "accepted_tokens": accepted, "acceptance_rate": drafted.acceptance_rate() })
 }
 
 /// The same for people: nothing where nobody guessed.
@@ -82,7 +84,7 @@ pub fn guesses(drafted: &Drafted) -> String {
 }
 
 /// A prompt's document with its text.
-pub fn with_prompt(prompt: &Prompt, fields: Value) -> Value {
+pub(super) fn with_prompt(prompt: &Prompt, fields: Value) -> Value {
     let mut document = json!({ "prompt": prompt.text });
     merge(&mut document, fields);
     document

@@ -37,7 +37,7 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let ranks = ranks(&asked, args.machine.ranks)?;
     let dtype = wanted.dtype.as_deref();
     let precision =
-        inference_precision(dtype.unwrap_or(if asked.target.is_some() { "bf16" } else { "f32" }))?;
+        inference_precision(dtype.unwrap_or(if asked.target.is_some() { "bf16" } else { "f32" }), false)?;
     // What answers will have it in memory, so that its memory belongs to the plan.
     let _tokenizer = match &asked.origin {
         ModelOrigin::Files(files) => files.tokenizer().ok(),

@@ -5,8 +5,8 @@
 //! rows, so that a decoder's passes over several tokens have the bits of those over one. It is another order than that of the
 //! blocked product.
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::ops::Range;
 
 use super::crew::Crew;
 use super::engine::Engine;
@@ -149,6 +149,34 @@ impl Columns {
     }
 }
 
+/// Dot products of `R` rows with `N` columns. No closure: one would be compiled without the caller's instruction set.
+pub(super) trait Dots<const R: usize, const N: usize> {
+    /// Those of packed rows from number `first` on with columns that start at these elements.
+    ///
+    /// # Safety
+    /// The machine has the instruction set, and rows and columns exist.
+    unsafe fn dots(&self, first: usize, starts: [usize; N], out: &mut [[f32; N]; R]);
+}
+
+/// With columns that are stored as `S`, or decoded to it, by an engine.
+struct Floats<'a, E, S> {
+    task: &'a Columns,
+    decode: Option<Dequantize>,
+    kind: PhantomData<(E, S)>,
+}
+
+impl<E: Engine, S: Storage, const R: usize, const N: usize> Dots<R, N> for Floats<'_, E, S> {
+    #[inline(always)]
+    unsafe fn dots(&self, first: usize, starts: [usize; N], out: &mut [[f32; N]; R]) {
+        let Columns { rows, b, k, .. } = *self.task;
+        // SAFETY: as the trait says.
+        unsafe {
+            let rows = rows.add(first * row_units(k, E::K_PER_UNIT));
+            dot::<E, S, R, N>(rows, b, k, starts, self.decode, out);
+        }
+    }
+}
+
 /// Computes columns of C, `N` at a time; `R` rows share one reading of them, and further rows find them in the
 /// first-level cache.
 ///
@@ -160,16 +188,29 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
     task: &Columns,
     decode: Option<Dequantize>,
 ) {
-    let Columns { c, start, end, .. } = *task;
-    let units = row_units(task.k, E::K_PER_UNIT);
+    // SAFETY: as for this function.
+    unsafe { each_column::<R, N>(task, &Floats::<E, S> { task, decode, kind: PhantomData }) }
+}
+
+/// The same by any dot products. Where columns are fewer than `N`, the last one is taken again: what is in its place counts for
+/// nothing, and a loop for other widths would make every kernel half as large again.
+///
+/// # Safety
+/// As of [`multiply_columns`] and of the dot products.
+#[inline(always)]
+pub(super) unsafe fn each_column<const R: usize, const N: usize>(task: &Columns, dots: &impl Dots<R, N>) {
+    let Columns { b, c, start, end, .. } = *task;
     for column in (start..end).step_by(N) {
         let count = N.min(end - column);
+        let mut starts = [0; N];
+        for (j, start) in starts.iter_mut().enumerate() {
+            *start = (column + j).min(end - 1) * b.stride;
+        }
         for row in (0..c.rows).step_by(R) {
+            let mut sums = [[0.0; N]; R];
             // SAFETY: rows and columns exist.
             unsafe {
-                let rows = task.rows.add(row * units);
-                let mut sums = [[0.0; N]; R];
-                dot::<E, S, R, N>(rows, task.b, task.k, column..column + count, decode, &mut sums);
+                dots.dots(row, starts, &mut sums);
                 if count == N && c.dtype == DType::F32 && !task.accumulate {
                     let out = c.data.cast::<f32>().add(row * c.row_stride + column);
                     for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
@@ -187,22 +228,17 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
     }
 }
 
-/// Dot products of `R` packed rows with up to `N` columns. Where there are fewer, the last one is taken again: what is in its place
-/// counts for nothing, and a loop for other widths would make every kernel half as large again.
+/// Dot products of `R` packed rows with `N` columns.
 #[inline(always)]
 unsafe fn dot<E: Engine, S: Storage, const R: usize, const N: usize>(
     rows: *const f32,
     b: Lines,
     k: usize,
-    some: Range<usize>,
+    starts: [usize; N],
     decode: Option<Dequantize>,
     out: &mut [[f32; N]; R],
 ) {
     let units = row_units(k, E::K_PER_UNIT);
-    let mut starts = [0; N];
-    for (j, start) in starts.iter_mut().enumerate() {
-        *start = (some.start + j).min(some.end - 1) * b.stride;
-    }
     // SAFETY: the columns hold `k` values, the packed rows `units` units.
     unsafe {
         let mut sums = [[E::V::splat(0.0); N]; R];
@@ -321,10 +357,11 @@ unsafe fn add_decoded<E: Engine, const R: usize, const N: usize>(
         for at in (0..count).step_by(whole) {
             // SAFETY: pieces hold whole vectors, with zeros after the last value; rows have a vector for each.
             unsafe {
-                let vectors = pieces.each_ref().map(|piece| {
-                    let start = piece.as_ptr().add(at);
-                    E::along(At::<storage::F32>::new(start.cast(), 0))
-                });
+                // A closure would be compiled without the instruction set.
+                let mut vectors = [E::V::splat(0.0); N];
+                for (vector, piece) in vectors.iter_mut().zip(&pieces) {
+                    *vector = E::along(At::<storage::F32>::new(piece.as_ptr().add(at).cast(), 0));
+                }
                 add_products::<E, R, N>(sums, rows.add((first + at) / E::K_PER_UNIT), units, vectors);
             }
         }

@@ -48,7 +48,8 @@ pub(super) struct Kernels {
 pub(super) type Dequantize = unsafe fn(DType, *const u8, usize, usize, *mut f32);
 
 impl Kernels {
-    /// The kernels for `compute` on `isa`, or on the best that this machine has where it lacks that one.
+    /// The kernels for `compute` on `isa`, or on the best that this machine has where it lacks that one. Those of integers are in
+    /// `int8_rows`.
     pub fn new(isa: Isa, compute: Compute) -> &'static Kernels {
         match (isa.min(Isa::detect()), compute) {
             #[cfg(target_arch = "x86_64")]
@@ -56,14 +57,16 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512Bf16, Compute::Bf16) => &avx512_pairs::KERNELS,
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, Compute::F32) => &avx512_single::KERNELS,
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, Compute::F32 | Compute::Int8) => {
+                &avx512_single::KERNELS
+            }
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512, Compute::Bf16) => &avx512_rounded::KERNELS,
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx2, Compute::F32) => &avx2_single::KERNELS,
+            (Isa::Avx2, Compute::F32 | Compute::Int8) => &avx2_single::KERNELS,
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2, Compute::Bf16) => &avx2_rounded::KERNELS,
-            (_, Compute::F32) => &portable_single::KERNELS,
+            (_, Compute::F32 | Compute::Int8) => &portable_single::KERNELS,
             (_, Compute::Bf16) => &portable_rounded::KERNELS,
         }
     }
@@ -84,11 +87,13 @@ macro_rules! by_code {
     };
 }
 
-/// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile; `code` is for [`by_code`].
+/// Defines a module with the table of an engine. `rows` counts up to the rows of a whole tile; `code` is for [`by_code`]; of few
+/// rows, 4 or 8 are multiplied with so many columns at a time: sums take a register each.
 macro_rules! kernels {
     (
         $module:ident, $engine:ty, $code:ident,
-        [$($rows:literal),*] of $height:literal, $vectors:literal $(, $features:literal)?
+        [$($rows:literal),*] of $height:literal, $vectors:literal,
+        four by $by_four:literal, eight by $by_eight:literal $(, $features:literal)?
     ) => {
         mod $module {
             use super::*;
@@ -166,8 +171,8 @@ macro_rules! kernels {
                     match task.c.rows {
                         0..=1 => by_code!($code, dtype, stored_columns::<[], 1, 4>(task), decoded_columns::<1, 4>),
                         2 => by_code!($code, dtype, stored_columns::<[], 2, 4>(task), decoded_columns::<2, 4>),
-                        3..=4 => by_code!($code, dtype, stored_columns::<[], 4, 4>(task), decoded_columns::<4, 4>),
-                        _ => by_code!($code, dtype, stored_columns::<[], 8, 2>(task), decoded_columns::<8, 2>),
+                        3..=4 => by_code!($code, dtype, stored_columns::<[], 4, $by_four>(task), decoded_columns::<4, $by_four>),
+                        _ => by_code!($code, dtype, stored_columns::<[], 8, $by_eight>(task), decoded_columns::<8, $by_eight>),
                     }
                 }
             }
@@ -210,31 +215,31 @@ macro_rules! kernels {
 
 // On aarch64 32 registers of four lanes take 8 rows by 2 vectors with ease; baseline x86-64 has 16 registers.
 #[cfg(target_arch = "aarch64")]
-kernels!(portable_single, Single<Portable>, own, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
+kernels!(portable_single, Single<Portable>, own, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3, four by 4, eight by 2);
 #[cfg(target_arch = "aarch64")]
-kernels!(portable_rounded, Rounded<Portable>, own, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3);
+kernels!(portable_rounded, Rounded<Portable>, own, [1, 2, 3, 4, 5, 6, 7, 8] of 8, 3, four by 4, eight by 2);
 #[cfg(not(target_arch = "aarch64"))]
-kernels!(portable_single, Single<Portable>, decoded, [1, 2, 3, 4] of 4, 2);
+kernels!(portable_single, Single<Portable>, decoded, [1, 2, 3, 4] of 4, 2, four by 4, eight by 2);
 #[cfg(not(target_arch = "aarch64"))]
-kernels!(portable_rounded, Rounded<Portable>, decoded, [1, 2, 3, 4] of 4, 2);
+kernels!(portable_rounded, Rounded<Portable>, decoded, [1, 2, 3, 4] of 4, 2, four by 4, eight by 2);
 
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2_single, Single<Avx2>, own, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
+kernels!(avx2_single, Single<Avx2>, own, [1, 2, 3, 4, 5, 6] of 6, 2, four by 2, eight by 1, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2_rounded, Rounded<Avx2>, decoded, [1, 2, 3, 4, 5, 6] of 6, 2, "avx2,fma,f16c");
+kernels!(avx2_rounded, Rounded<Avx2>, decoded, [1, 2, 3, 4, 5, 6] of 6, 2, four by 2, eight by 1, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_single, Single<Avx512>, own, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
+    avx512_single, Single<Avx512>, own, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2, four by 4, eight by 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_rounded, Rounded<Avx512>, decoded, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
+    avx512_rounded, Rounded<Avx512>, decoded, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2, four by 4, eight by 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 );
 #[cfg(target_arch = "x86_64")]
 kernels!(
-    avx512_pairs, Pairs, own, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2,
+    avx512_pairs, Pairs, own, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14] of 14, 2, four by 4, eight by 2,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"
 );
 

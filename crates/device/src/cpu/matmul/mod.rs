@@ -7,6 +7,7 @@ pub(super) mod cached;
 mod crew;
 mod engine;
 mod few_rows;
+mod int8_rows;
 mod kernels;
 mod pack;
 mod storage;
@@ -171,6 +172,12 @@ struct Product {
     accumulate: bool,
 }
 
+impl Product {
+    fn new(kernels: &'static Kernels, a: Operand, b: Operand, c: Output, accumulate: bool) -> Product {
+        Product { kernels, a: Lines::rows_of(a), b: Lines::columns_of(b), k: a.columns, c, accumulate }
+    }
+}
+
 /// # Safety
 /// As for [`matmul`].
 unsafe fn run(
@@ -182,27 +189,21 @@ unsafe fn run(
     c: Output,
     accumulate: bool,
 ) {
+    let with = |kernels| Product::new(kernels, a, b, c, accumulate);
+    let integers = (compute == Compute::Int8).then(|| with(int8_rows::kernels(isa))).filter(int8_rows::suits);
+    let product = integers.unwrap_or_else(|| with(Kernels::new(isa, compute.beside(a.dtype))));
     // SAFETY: as for this function.
-    unsafe { run_on(Kernels::new(isa, compute), crew, a, b, c, accumulate) }
+    unsafe { run_on(&product, crew) }
 }
 
 /// # Safety
 /// As for [`matmul`], and the machine has the kernels' instructions.
-unsafe fn run_on(
-    kernels: &'static Kernels,
-    crew: &mut impl Crew,
-    a: Operand,
-    b: Operand,
-    c: Output,
-    accumulate: bool,
-) {
-    let product =
-        Product { kernels, a: Lines::rows_of(a), b: Lines::columns_of(b), k: a.columns, c, accumulate };
-    if few_rows::suits(&product) {
+unsafe fn run_on(product: &Product, crew: &mut impl Crew) {
+    if few_rows::suits(product) {
         // SAFETY: as for this function.
-        unsafe { few_rows::run(&product, crew) }
+        unsafe { few_rows::run(product, crew) }
     } else {
         // SAFETY: as for this function.
-        unsafe { blocked::run(&product, crew) }
+        unsafe { blocked::run(product, crew) }
     }
 }

@@ -8,7 +8,7 @@ use super::storage::tests::random_blocks;
 use super::tile::CHAIN;
 use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
 #[cfg(target_arch = "x86_64")]
-use super::{crew::Alone, kernels::amx_pairs, run_on};
+use super::{Product, crew::Alone, kernels::amx_pairs, run_on};
 use crate::cpu::{Isa, Pool};
 use crate::{Compute, DType};
 
@@ -163,7 +163,7 @@ impl Case {
             _ => f64::from(f32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into().unwrap())),
         };
         let round = |x: f32| match self.compute {
-            Compute::F32 => f64::from(x),
+            Compute::F32 | Compute::Int8 => f64::from(x),
             Compute::Bf16 => bf16::from_f32(x).to_f64(),
         };
         let every = (self.m * self.n * self.k / 2_000_000).max(1);
@@ -227,7 +227,9 @@ fn check_amx_written_out(case: Case, scratch: &mut [u8]) {
     let (a, b) = case.operands();
     let written = case.run(a.view, b.view, |a, b, c| {
         // SAFETY: the matrices own their memory, and C is another; the machine has what the table needs.
-        unsafe { run_on(&amx_pairs::WRITTEN, &mut Alone::new(scratch), a, b, c, case.accumulate) }
+        unsafe {
+            run_on(&Product::new(&amx_pairs::WRITTEN, a, b, c, case.accumulate), &mut Alone::new(scratch))
+        }
     });
     case.verify(Isa::Amx, &a, &b, &written);
     if Isa::detect() >= Isa::Amx {
@@ -463,6 +465,144 @@ fn rows_do_not_depend_on_each_other() {
                 }
             });
             assert!(whole == by_rows, "{isa} {case:?} cut after row {cut}");
+        }
+    }
+}
+
+/// `a` as integers of 8 bits times a scale for each 32.
+fn as_integers(a: &Matrix, case: Case) -> Matrix {
+    let mut rounded = Matrix::new(DType::F32, Layout::Rows, case.m, case.k, 0);
+    for row in 0..case.m {
+        for group in (0..case.k).step_by(32) {
+            let values: Vec<f32> = (group..group + 32).map(|k| a.get(row, k)).collect();
+            let scale = values.iter().fold(0.0f32, |largest, x| largest.max(x.abs())) / 127.0;
+            for (value, k) in values.iter().zip(group..) {
+                let code = if scale > 0.0 { (value / scale).round_ties_even() } else { 0.0 };
+                let at = 4 * (row * rounded.view.row_stride + k);
+                rounded.bytes[at..at + 4].copy_from_slice(&(code * scale).to_le_bytes());
+            }
+        }
+    }
+    rounded
+}
+
+/// Few rows as integers, with every type of integer codes: near the product of what they are rounded to, and the same bits on all
+/// machines that have vectors of eight lanes, whatever rows are beside them.
+#[test]
+fn few_rows_as_integers() {
+    let pools = pools([1, 3]);
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    let without = [DType::Nf4, DType::Fp4, DType::Nf4F32, DType::Fp4F32, DType::Q8K];
+    let mut types = 0;
+    for dtype in block_types() {
+        for ((m, k, n), (a, c), accumulate) in [
+            ((1, 512, 13), (DType::F32, DType::F32), false),
+            ((2, 256, 7), (DType::F32, DType::Bf16), true),
+            ((3, 768, 5), (DType::Bf16, DType::F32), true),
+            ((4, 1024, 9), (DType::F32, DType::F32), false),
+            ((7, 256, 33), (DType::F16, DType::F32), false),
+            ((24, 1536, 6), (DType::F32, DType::F32), false),
+        ] {
+            let compute = Compute::Int8;
+            let (a, b) = ((a, Layout::Rows), (dtype, Layout::Columns));
+            let case = Case { compute, a, b, c, accumulate, m, k, n };
+            let (a, b) = case.operands();
+            let plain = Case { compute: compute.beside(case.a.0), ..case };
+            let mut wide = None;
+            for isa in Isa::available() {
+                let got = case.alone(isa, a.view, b.view, &mut scratch);
+                let rounds = got != plain.alone(isa, a.view, b.view, &mut scratch);
+                assert_eq!(rounds, !without.contains(&dtype), "{isa} {case:?}");
+                if rounds {
+                    case.verify(isa, &as_integers(&a, case), &b, &got);
+                }
+                for pool in &pools {
+                    assert!(
+                        got == case.on(pool, isa, a.view, b.view),
+                        "{isa} {case:?}: other bits on threads"
+                    );
+                }
+                if isa >= Isa::Avx2 && rounds {
+                    assert!(wide.get_or_insert(got.clone()) == &got, "{isa} {case:?}: other bits than AVX2");
+                }
+                let by_rows = case.run(a.view, b.view, |a, b, c| {
+                    for row in 0..m {
+                        let at = |stride, dtype: DType| row * stride * dtype.block_bytes() as usize;
+                        let a =
+                            Operand { data: a.data.wrapping_add(at(a.row_stride, a.dtype)), rows: 1, ..a };
+                        let c = Output { data: c.data.wrapping_add(at(c.row_stride, c.dtype)), rows: 1, ..c };
+                        // SAFETY: parts of matrices that own their memory.
+                        unsafe { matmul_serial(isa, compute, a, b, c, accumulate, &mut scratch) };
+                    }
+                });
+                assert!(got == by_rows, "{isa} {case:?}: other bits row by row");
+            }
+        }
+        types += usize::from(!without.contains(&dtype));
+    }
+    assert_eq!(types, 13);
+}
+
+/// Integers need whole blocks and few rows; else the product is that of f32, or of bf16 where the rows are.
+#[test]
+fn what_integers_do_not_suit_is_as_without() {
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    for (m, k, b, layout) in [
+        (25, 256, DType::Q4_0, Layout::Columns),
+        (1, 300, DType::Q4K, Layout::Columns),
+        (1, 40, DType::Q8_0, Layout::Columns),
+        (2, 64, DType::Q8_0, Layout::Rows),
+        (2, 64, DType::F32, Layout::Columns),
+        (1, 300_000, DType::Q4_0, Layout::Columns),
+    ] {
+        for (a, beside) in [(DType::F32, Compute::F32), (DType::Bf16, Compute::Bf16)] {
+            let (a, b, c) = ((a, Layout::Rows), (b, layout), DType::F32);
+            let case = Case { compute: Compute::Int8, a, b, c, accumulate: false, m, k, n: 5 };
+            let (a, b) = case.operands();
+            for isa in Isa::available() {
+                let plain = Case { compute: beside, ..case };
+                let plain = plain.alone(isa, a.view, b.view, &mut scratch);
+                assert!(plain == case.alone(isa, a.view, b.view, &mut scratch), "{isa} {case:?}");
+            }
+        }
+    }
+}
+
+/// What is no finite number is none afterwards, and rows of very small numbers come out as such.
+#[test]
+fn rows_of_unusual_numbers_as_integers() {
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    let (a, b, c) = ((DType::F32, Layout::Rows), (DType::Q8_0, Layout::Columns), DType::F32);
+    let case = Case { compute: Compute::Int8, a, b, c, accumulate: false, m: 1, k: 64, n: 4 };
+    let (_, b) = case.operands();
+    for isa in Isa::available() {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 1e-38, 1e-41, 0.0, -0.0] {
+            for place in [0, 17, 63] {
+                let mut values = [0.0f32; 64];
+                values[place] = value;
+                let a = Operand {
+                    data: values.as_ptr().cast(),
+                    dtype: DType::F32,
+                    rows: 1,
+                    columns: 64,
+                    row_stride: 64,
+                    column_stride: 1,
+                };
+                let got = case.alone(isa, a, b.view, &mut scratch);
+                for j in 0..4 {
+                    let bytes = got[4 * j..4 * j + 4].try_into().unwrap();
+                    let (got, expected) = (f32::from_le_bytes(bytes), value * b.get(place, j));
+                    if value.is_finite() && expected.is_finite() {
+                        let tolerance = expected.abs() * 1e-6 + 1e-37;
+                        assert!(
+                            (got - expected).abs() <= tolerance,
+                            "{isa} {value:e} gives {got:e}, not {expected:e}"
+                        );
+                    } else if !value.is_finite() {
+                        assert!(got.is_nan(), "{isa} {value} gives {got}");
+                    }
+                }
+            }
         }
     }
 }

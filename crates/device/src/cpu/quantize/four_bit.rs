@@ -81,10 +81,18 @@ pub enum Magnitudes {
 impl Magnitudes {
     /// `magnitudes`, quantised in turn where `doubly`.
     pub fn new(magnitudes: Vec<f32>, doubly: bool) -> Magnitudes {
-        if !doubly {
-            return Magnitudes::F32(magnitudes);
-        }
-        let offset = super::mean::mean(&magnitudes);
+        let offset = doubly.then(|| Magnitudes::offset(&magnitudes));
+        Magnitudes::around(magnitudes, offset)
+    }
+
+    /// What a matrix's magnitudes are quantised around: their mean.
+    pub fn offset(magnitudes: &[f32]) -> f32 {
+        super::mean::mean(magnitudes)
+    }
+
+    /// `magnitudes`, quantised in turn around an offset where there is one: those of a whole matrix, or of runs of 256 of it.
+    pub fn around(magnitudes: Vec<f32>, offset: Option<f32>) -> Magnitudes {
+        let Some(offset) = offset else { return Magnitudes::F32(magnitudes) };
         let mut codes = Vec::with_capacity(magnitudes.len());
         let mut factors = Vec::with_capacity(magnitudes.len().div_ceil(NESTED_BLOCK));
         for block in magnitudes.chunks(NESTED_BLOCK) {

@@ -59,6 +59,7 @@ fn forward(
     compute: Compute,
 ) -> Result<(), CudaError> {
     check(emit, offsets, x)?;
+    let compute = compute.beside(x.dtype());
     let (rows, inner, columns, groups) = (x.rows(), x.columns(), out.columns(), groups_of(offsets));
     // A group has a tile more than its rows fill, and so has what is behind all.
     let most = (rows / TILE).saturating_add(groups + 1);

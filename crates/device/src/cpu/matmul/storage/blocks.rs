@@ -139,7 +139,7 @@ impl Blocks for Q5_1 {
 }
 
 /// The values of IQ4_NL's codes.
-const IQ4_NL: [f32; 16] = [
+pub(in super::super) const IQ4_NL: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];
 
@@ -162,11 +162,11 @@ impl Blocks for Iq4Nl {
 }
 
 /// Twice the values of E2M1 (OCP Microscaling Formats 1.0); the scale is halved in turn.
-const TWICE_E2M1: [f32; 16] =
+pub(in super::super) const TWICE_E2M1: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 /// 2^(exponent - 128), half of what an E8M0 byte stands for. ggml takes 255, the standard's NaN, as a number too.
-fn half_e8m0(exponent: u8) -> f32 {
+pub(in super::super) fn half_e8m0(exponent: u8) -> f32 {
     let bits = match exponent {
         // Subnormal: 2^-128 and 2^-127.
         0 => 0x0020_0000,

@@ -11,14 +11,14 @@ const BLOCK: usize = 256;
 /// Elements that are read together.
 const CHUNK: usize = 64;
 /// Groups of a block at most.
-const MAX_GROUPS: usize = 16;
+pub(in super::super) const MAX_GROUPS: usize = 16;
 
 /// Scales and minima of a block's groups. They are filled by loops, which become vector code of the caller's instruction
 /// set; `map` would be a call.
 #[derive(Clone, Copy)]
 pub(in super::super) struct GroupScales {
-    scales: [f32; MAX_GROUPS],
-    minima: [f32; MAX_GROUPS],
+    pub scales: [f32; MAX_GROUPS],
+    pub minima: [f32; MAX_GROUPS],
 }
 
 impl GroupScales {
