@@ -34,6 +34,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dtype", default="f32", help="Plimsoll's activations: f32 or bf16")
+    parser.add_argument("--quantize-activations", action="store_true", help="Plimsoll's few rows in 8-bit integers")
     parser.add_argument("--llamacpp", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -87,6 +88,7 @@ def plimsoll(args):
     short, long = prompts(args)
     common = [args.plimsoll, "generate", "--model", args.model, "--threads", args.threads, "--json"]
     common += ["--temperature", 0, "--context", args.context, "--dtype", args.dtype]
+    common += ["--quantize-activations"] if args.quantize_activations else []
     output, rss = measured([*common, "--max-tokens", args.tokens, "--prompt", short])
     decoding = json.loads(output)
     output, rss_of_prompt = measured([*common, "--max-tokens", 1, "--prompt", long])
