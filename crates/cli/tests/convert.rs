@@ -110,12 +110,14 @@ fn activations_are_quantised_where_few_tokens_meet_integer_codes() {
         assert!((plain - rounded).abs() < 5e-3, "{weights}: {plain} and {rounded}");
     }
     let usual = ["generate", "--model", "out", "--prompt", "word1 word8", "--max-tokens", "24", "--json"];
-    let tokens = |more: &[&str]| {
-        let quantized = ["--quantize", "q8_0", "--quantize-activations"];
-        let document = ok(folder, &[&usual[..], &quantized, more].concat());
-        serde_json::from_str::<Value>(&document).unwrap()["tokens"].clone()
+    let answer = |more: &[&str]| {
+        let document = ok(folder, &[&usual[..], &["--quantize", "q8_0"], more].concat());
+        serde_json::from_str::<Value>(&document).unwrap()
     };
-    assert_eq!(tokens(&["--speculative", "lookup"]), tokens(&[]));
+    let (plain, rounded) = (answer(&[]), answer(&["--quantize-activations"]));
+    assert_eq!(plain["memory"]["planned_model_bytes"], rounded["memory"]["planned_model_bytes"]);
+    let guessed = answer(&["--quantize-activations", "--speculative", "lookup"]);
+    assert_eq!(guessed["tokens"], rounded["tokens"]);
 }
 
 #[test]

@@ -178,7 +178,10 @@ fn experts_that_come_one_by_one_are_quantised_as_the_whole() {
     let losses = |out: &str, more: &[&str]| -> Vec<u64> {
         let (model, dir) = ("model=base".to_owned(), format!("output.dir={out}"));
         let usual = [&model, &dir, "training.method=qlora", "training.lora.rank=4", "training.steps=3"];
-        run(&set(&[&usual[..], more].concat()));
+        let report: Value = serde_json::from_str(&run(&set(&[&usual[..], more].concat()))).unwrap();
+        for peak in ["device_peak_bytes", "host_peak_bytes", "disk_bytes"] {
+            assert_eq!(report["planned"][peak], report["measured"][peak], "{out}: {peak}");
+        }
         let metrics = std::fs::read_to_string(folder.path().join(out).join("metrics.jsonl")).unwrap();
         let loss =
             |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap().to_bits();

@@ -222,15 +222,13 @@ pub(crate) fn encode_rows<E>(
         return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
     }
     if let Some(kind) = FourBit::of(to) {
-        let whole = rows == parameter.all_rows();
-        let offset = match offsets.filter(|_| !whole && !to.has_rows()) {
-            Some(offsets) => Some(offsets.of(parameter, kind, &mut read)?),
-            None => None,
-        };
+        let (doubly, whole) = (!to.has_rows(), rows == parameter.all_rows());
         let (codes, magnitudes) = FourBitMatrix::code(parameter, rows, kind, &mut read)?;
-        let magnitudes = match offset {
-            Some(offset) => Magnitudes::around(magnitudes, Some(offset)),
-            None => Magnitudes::new(magnitudes, !to.has_rows()),
+        let magnitudes = match offsets {
+            Some(offsets) if doubly && !whole => {
+                Magnitudes::around(magnitudes, Some(offsets.of(parameter, kind, &mut read)?))
+            }
+            _ => Magnitudes::new(magnitudes, doubly),
         };
         let arranged = four_bit::arrange(to, count as usize, &codes, &magnitudes, out);
         debug_assert!(arranged.is_some());

@@ -73,6 +73,12 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     }
 }
 
+/// How far ahead of its use B is fetched where columns of `together` bytes are multiplied together: the same place in columns to
+/// come.
+pub(super) fn ahead(together: usize) -> usize {
+    AHEAD.next_multiple_of(together.max(1))
+}
+
 /// Units of a packed row of `k` values: whole vectors.
 pub(super) fn row_units(k: usize, k_per_unit: usize) -> usize {
     k.div_ceil(k_per_unit).next_multiple_of(MAX_LANES)
@@ -281,9 +287,7 @@ unsafe fn add_stored<E: Engine, S: Storage, const R: usize, const N: usize>(
     let whole = E::V::LANES * E::K_PER_UNIT;
     let block = S::BLOCK.max(GROUP);
     let block_bytes = S::offset(block).max(1);
-    // The same place in columns to come.
-    let together = S::offset(N * b.stride).max(1);
-    let ahead = AHEAD.div_ceil(together) * together;
+    let ahead = ahead(S::offset(N * b.stride));
     // SAFETY: as for the caller.
     unsafe {
         let mut columns = [S::place(b.data, starts[0]); N];

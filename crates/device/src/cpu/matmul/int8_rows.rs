@@ -14,7 +14,7 @@ use super::Product;
 use super::few_rows::{self, Columns, Dots};
 use super::kernels::Kernels;
 use super::pack::Lines;
-use super::storage::{self, GROUP, GroupScales, MAX_GROUPS, element};
+use super::storage::{self, GROUP, GroupScales, MAX_GROUPS, Storage, element};
 use super::tile::{LINE, prefetch};
 use crate::DType;
 use crate::cpu::Isa;
@@ -23,8 +23,6 @@ use codes::{Codes, by_codes, has_codes};
 use integers::{Avx2, Avx512Vnni, AvxVnni};
 use integers::{Integers, Portable};
 
-/// How far ahead of its use B is fetched, in bytes at least.
-const AHEAD: usize = 8192;
 /// Lanes that a sum has.
 const LANES: usize = 8;
 
@@ -212,17 +210,14 @@ impl<I: Integers, S: Codes, const R: usize, const N: usize> Dots<R, N> for Produ
     #[inline(always)]
     unsafe fn dots(&self, first: usize, starts: [usize; N], out: &mut [[f32; N]; R]) {
         let Columns { rows, b, k, .. } = *self.task;
-        let bytes = |elements: usize| elements / S::BLOCK * S::BYTES;
-        // The same place in columns to come.
-        let together = bytes(N * b.stride).max(1);
-        let ahead = AHEAD.div_ceil(together) * together;
+        let ahead = few_rows::ahead(S::offset(N * b.stride));
         let mut packed = [Row::at(rows.cast_mut(), first, k); R];
         for (row, index) in packed.iter_mut().zip(first..) {
             *row = Row::at(rows.cast_mut(), index, k);
         }
         let mut columns = [b.data; N];
         for (column, start) in columns.iter_mut().zip(starts) {
-            *column = b.data.wrapping_add(bytes(start));
+            *column = b.data.wrapping_add(S::offset(start));
         }
         // SAFETY: as the trait says.
         unsafe { dot::<I, S, R, N>(packed, columns, k, ahead, out) }
@@ -247,11 +242,11 @@ unsafe fn dot<I: Integers, S: Codes, const R: usize, const N: usize>(
     ahead: usize,
     out: &mut [[f32; N]; R],
 ) {
-    let groups = S::BLOCK / GROUP;
+    let groups = <S as Storage>::BLOCK / GROUP;
     // SAFETY: columns and packed rows hold `k` values.
     unsafe {
         let mut sums = [[I::splat(0.0); N]; R];
-        for block in 0..k / S::BLOCK {
+        for block in 0..k / <S as Storage>::BLOCK {
             let first = block * groups;
             if groups < LANES {
                 add_small::<I, S, R, N>(&mut sums, &rows, &columns, first);
@@ -286,7 +281,7 @@ unsafe fn add_small<I: Integers, S: Codes, const R: usize, const N: usize>(
         for (j, column) in columns.iter().enumerate() {
             let [scale, minimum] = S::scale::<I>(*column);
             let (scale, minimum) = (I::splat(scale), I::splat(minimum));
-            for group in 0..S::BLOCK / GROUP {
+            for group in 0..<S as Storage>::BLOCK / GROUP {
                 let codes = S::codes::<I>(*column, group);
                 for (i, row) in rows.iter().enumerate() {
                     let products = I::dot(codes, row.codes.add((first + group) * GROUP), S::SIGNED);
@@ -310,7 +305,7 @@ unsafe fn add_large<I: Integers, S: Codes, const R: usize, const N: usize>(
     columns: &[*const u8; N],
     first: usize,
 ) {
-    let groups = S::BLOCK / GROUP;
+    let groups = <S as Storage>::BLOCK / GROUP;
     // SAFETY: as for the caller.
     unsafe {
         let mut scales = [[[0.0f32; MAX_GROUPS]; N]; R];

@@ -142,6 +142,17 @@ pub(super) fn e5m2_value(code: u8) -> f32 {
     f16_value(u16::from(code) << 8)
 }
 
+/// The bits of each byte `right` places lower, or higher where that is negative, by less than 8: a number for each half of the bytes.
+#[inline(always)]
+pub(super) fn moved_bits<const N: usize>(mut bytes: [u8; N], right: [i32; 2]) -> [u8; N] {
+    for (half, right) in bytes.chunks_exact_mut(N / 2).zip(right) {
+        for byte in half {
+            *byte = if right < 0 { *byte << (-right & 7) } else { *byte >> (right & 7) };
+        }
+    }
+    bytes
+}
+
 /// Plain Rust: four lanes, which compilers map onto any 128-bit unit.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(16))]
@@ -285,13 +296,8 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn move_bits(mut bytes: [u8; 64], right: [i32; 2]) -> [u8; 64] {
-        for (half, right) in bytes.chunks_exact_mut(32).zip(right) {
-            for byte in half {
-                *byte = if right < 0 { *byte << (-right & 7) } else { *byte >> (right & 7) };
-            }
-        }
-        bytes
+    unsafe fn move_bits(bytes: [u8; 64], right: [i32; 2]) -> [u8; 64] {
+        moved_bits(bytes, right)
     }
 
     #[inline(always)]

@@ -115,8 +115,8 @@ pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
         return Ok(());
     }
     let Operands { a: (x, a), b: (weight, b), out, bias } = operands;
-    // Products of two numbers of f16 are exact in f32: tensor cores make them of operands as they are.
     let compute = compute.beside(x.dtype());
+    // Products of two numbers of f16 are exact in f32: tensor cores make them of operands as they are.
     let f16 = compute == Compute::F32 && [x, weight].iter().all(|t| t.dtype() == DType::F16);
     let bf16 = compute == Compute::Bf16;
     // What was there is rounded to nearest when nothing is added to it.

@@ -12,9 +12,7 @@ use crate::cpu::matmul::vector::Vector;
 ///
 /// # Safety
 /// For every method: the pointer holds the whole block, of which `group` is a group of 32 elements.
-pub(super) trait Codes {
-    const BLOCK: usize;
-    const BYTES: usize;
+pub(super) trait Codes: Blocks + Storage {
     /// Codes are signed bytes.
     const SIGNED: bool = false;
     /// Halves of a group have scales of their own.
@@ -85,76 +83,65 @@ const fn table(values: &[f32; 16]) -> [i8; 16] {
     integers
 }
 
-/// A type of small blocks, whose scale and minimum are two f16 numbers, the first ones; or the minimum is so many times the scale.
+/// An f16 scale, and a minimum that is so many times the scale.
+#[inline(always)]
+unsafe fn scale_times<I: Integers>(scale: *const u8, minimum: f32) -> [f32; 2] {
+    // SAFETY: the caller's pointer holds four bytes, of which the first two are the scale.
+    let [scale, _] = unsafe { I::V::two_f16(scale) };
+    [scale, scale * minimum]
+}
+
+/// A type of small blocks: whether codes are signed, those of a group of a block, and the block's scale and minimum. Signed ones have
+/// no minimum.
 macro_rules! small {
-    ($storage:ident, $signed:literal, $times:expr, $block:ident => $codes:expr) => {
+    ($storage:ident, signed: $signed:literal, ($block:ident, $group:pat) => $codes:expr, $scale:expr) => {
         impl Codes for storage::$storage {
-            const BLOCK: usize = <Self as Storage>::BLOCK;
-            const BYTES: usize = <Self as Blocks>::BYTES;
             const SIGNED: bool = $signed;
             const MINIMUM: bool = !$signed;
 
             #[inline(always)]
-            unsafe fn codes<I: Integers>($block: *const u8, _group: usize) -> I::Bytes {
+            unsafe fn codes<I: Integers>($block: *const u8, $group: usize) -> I::Bytes {
                 // SAFETY: as the trait says.
                 unsafe { $codes }
             }
 
             #[inline(always)]
-            unsafe fn scale<I: Integers>(block: *const u8) -> [f32; 2] {
-                let times: Option<f32> = $times;
+            unsafe fn scale<I: Integers>($block: *const u8) -> [f32; 2] {
                 // SAFETY: as the trait says.
-                let [scale, minimum] = unsafe { I::V::two_f16(block) };
-                [scale, times.map_or(minimum, |times| scale * times)]
+                unsafe { $scale }
             }
         }
     };
 }
 
-small!(Q8_0, true, Some(0.0), block => I::bytes(block.add(2)));
-small!(Q4_0, false, Some(-8.0), block => nibbles::<I>(block.add(2)));
-small!(Q4_1, false, None, block => nibbles::<I>(block.add(4)));
-small!(Q5_0, false, Some(-16.0), block => I::either(nibbles::<I>(block.add(6)), I::sixteens(block.add(2))));
-small!(Q5_1, false, None, block => I::either(nibbles::<I>(block.add(8)), I::sixteens(block.add(4))));
-small!(Iq4Nl, true, Some(0.0), block => I::look_up(nibbles::<I>(block.add(2)), const { &table(&IQ4_NL) }));
-
-impl Codes for storage::Mxfp4 {
-    const BLOCK: usize = <Self as Storage>::BLOCK;
-    const BYTES: usize = <Self as Blocks>::BYTES;
-    const SIGNED: bool = true;
-    const MINIMUM: bool = false;
-
-    #[inline(always)]
-    unsafe fn codes<I: Integers>(block: *const u8, _group: usize) -> I::Bytes {
-        // SAFETY: 16 bytes of codes follow the scale.
-        unsafe { I::look_up(nibbles::<I>(block.add(1)), const { &table(&TWICE_E2M1) }) }
-    }
-
-    #[inline(always)]
-    unsafe fn scale<I: Integers>(block: *const u8) -> [f32; 2] {
-        // SAFETY: as the trait says.
-        [half_e8m0(unsafe { *block }), 0.0]
-    }
-}
-
-impl Codes for storage::Int8 {
-    const BLOCK: usize = <Self as Storage>::BLOCK;
-    const BYTES: usize = <Self as Blocks>::BYTES;
-    const SIGNED: bool = true;
-    const MINIMUM: bool = false;
-
-    #[inline(always)]
-    unsafe fn codes<I: Integers>(block: *const u8, group: usize) -> I::Bytes {
-        // SAFETY: 64 codes follow the scale.
-        unsafe { I::bytes(block.add(4 + group * GROUP)) }
-    }
-
-    #[inline(always)]
-    unsafe fn scale<I: Integers>(block: *const u8) -> [f32; 2] {
-        // SAFETY: as the trait says.
-        [f32::from_bits(u32::from_le(unsafe { block.cast::<u32>().read_unaligned() })), 0.0]
-    }
-}
+small!(Q8_0, signed: true, (block, _) => I::bytes(block.add(2)), scale_times::<I>(block, 0.0));
+small!(Q4_0, signed: false, (block, _) => nibbles::<I>(block.add(2)), scale_times::<I>(block, -8.0));
+small!(Q4_1, signed: false, (block, _) => nibbles::<I>(block.add(4)), I::V::two_f16(block));
+small!(
+    Q5_0, signed: false,
+    (block, _) => I::either(nibbles::<I>(block.add(6)), I::sixteens(block.add(2))),
+    scale_times::<I>(block, -16.0)
+);
+small!(
+    Q5_1, signed: false,
+    (block, _) => I::either(nibbles::<I>(block.add(8)), I::sixteens(block.add(4))),
+    I::V::two_f16(block)
+);
+small!(
+    Iq4Nl, signed: true,
+    (block, _) => I::look_up(nibbles::<I>(block.add(2)), const { &table(&IQ4_NL) }),
+    scale_times::<I>(block, 0.0)
+);
+small!(
+    Mxfp4, signed: true,
+    (block, _) => I::look_up(nibbles::<I>(block.add(1)), const { &table(&TWICE_E2M1) }),
+    [half_e8m0(*block), 0.0]
+);
+small!(
+    Int8, signed: true,
+    (block, group) => I::bytes(block.add(4 + group * GROUP)),
+    [f32::from_bits(u32::from_le(block.cast::<u32>().read_unaligned())), 0.0]
+);
 
 /// Some bits of each of 32 bytes, moved to the place of `mask`.
 #[inline(always)]
@@ -167,8 +154,6 @@ unsafe fn bits<I: Integers>(bytes: *const u8, right: i32, mask: u8) -> I::Bytes 
 macro_rules! large {
     ($storage:ident, halves: $halves:literal, ($block:ident, $group:ident) => $codes:expr) => {
         impl Codes for storage::$storage {
-            const BLOCK: usize = <Self as Storage>::BLOCK;
-            const BYTES: usize = <Self as Blocks>::BYTES;
             const HALVES: bool = $halves;
 
             #[inline(always)]

@@ -64,13 +64,8 @@ impl Integers for Portable {
     }
 
     #[inline(always)]
-    unsafe fn move_bits(mut bytes: [u8; 32], right: [i32; 2]) -> [u8; 32] {
-        for (half, right) in bytes.chunks_exact_mut(16).zip(right) {
-            for byte in half {
-                *byte = if right < 0 { *byte << (-right & 7) } else { *byte >> (right & 7) };
-            }
-        }
-        bytes
+    unsafe fn move_bits(bytes: [u8; 32], right: [i32; 2]) -> [u8; 32] {
+        vector::moved_bits(bytes, right)
     }
 
     #[inline(always)]
