@@ -6,7 +6,7 @@ use plimsoll_plan::{Catalogue, DiskRates, Machine, ModelOrigin, ProcessLimits, T
 use crate::args::{ConfigSource, MachineArgs};
 use crate::failure::Failure;
 use crate::models::{self, Need};
-use crate::overhead::Progress;
+use crate::overhead::{Progress, tokenizer_bytes};
 use crate::session::{Engine, load_config_on, load_config_over};
 use crate::speeds::PlanSpeeds;
 
@@ -69,21 +69,22 @@ impl Asked {
         &self,
         make: &mut dyn FnMut(&Machine) -> Result<TrainingPlan, Failure>,
     ) -> Result<(TrainingPlan, PlanSpeeds), Failure> {
-        self.planned(&|plan: &TrainingPlan| plan.disk_bytes() > 0, make)
+        self.planned(Progress::Planning, &|plan: &TrainingPlan| plan.disk_bytes() > 0, make)
     }
 
     /// A plan of any kind, and whose speeds its time is made of; `uses_disk` says whether a disk's are among them.
     pub fn planned<P>(
         &self,
+        progress: Progress,
         uses_disk: &dyn Fn(&P) -> bool,
         make: &mut dyn FnMut(&Machine) -> Result<P, Failure>,
     ) -> Result<(P, PlanSpeeds), Failure> {
         if let Some(target) = &self.target {
-            let machine = target.machine(plimsoll_train::host_bytes_per_token(&self.config));
+            let machine = machine_of(target, &self.config, &self.origin);
             return Ok((make(&machine)?, PlanSpeeds::of_catalogue(target)));
         }
-        let engine = Engine::start(None)?;
-        let mut machine = engine.machine(&self.config, self.origin.spec().vocab_size, Progress::Planning);
+        let engine = Engine::for_ranks(self.ranks_here())?;
+        let mut machine = engine.machine(&self.config, self.origin.spec().vocab_size, progress);
         if self.elsewhere {
             (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
             machine.rates.disk = DiskRates::USUAL;
@@ -95,8 +96,22 @@ impl Asked {
     }
 }
 
+impl Asked {
+    /// Ranks that are to share this machine.
+    fn ranks_here(&self) -> u32 {
+        if self.elsewhere { 1 } else { self.config.ranks() }
+    }
+}
+
 fn has_budget(config: &RawConfig) -> bool {
     config.memory.device_budget().set().is_some()
+}
+
+/// What the planner needs to know of a machine of the catalogue or of a file. On a CPU a tokenizer is in the same memory.
+pub fn machine_of(target: &Target, config: &RawConfig, origin: &ModelOrigin) -> Machine {
+    let machine = target.machine(plimsoll_train::host_bytes_per_token(config));
+    let tokenizer = target.device.cpu.as_ref().map_or(0, |_| tokenizer_bytes(origin.spec().vocab_size));
+    Machine { overhead_bytes: machine.overhead_bytes.saturating_add(tokenizer), ..machine }
 }
 
 /// The machine that a command line names.
@@ -110,7 +125,9 @@ pub fn target_named(name: &str, machine: &MachineArgs) -> Result<Target, Failure
     let target = match machine.ranks.map(u64::from) {
         None => found,
         Some(ranks) if ranks == found.devices() => found,
-        Some(ranks) if found.devices() == 1 => Catalogue::known().target(&format!("{ranks}x{name}"))?,
+        Some(ranks) if found.devices() == 1 => {
+            Catalogue::known().target_of(name, u32::try_from(ranks).unwrap_or(u32::MAX))?
+        }
         Some(ranks) => {
             return Err(Failure::usage(format!(
                 "--ranks {ranks}: --hardware {name} has {} devices, and each is a rank; leave --ranks away",

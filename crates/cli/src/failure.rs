@@ -159,6 +159,8 @@ impl From<StepError> for Failure {
             | StepError::Mesh { .. }
             | StepError::NoExperts { .. }
             | StepError::NoRouterBias
+            | StepError::TooManyExpertSlots { .. }
+            | StepError::TrainedExperts
             | StepError::TooFewPositions { .. }
             | StepError::UnevenProducts { .. }
             | StepError::UnevenExperts { .. }

@@ -4,7 +4,7 @@ use plimsoll_device::Device;
 use plimsoll_generate::{Draft, DraftModel, Lookup};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_parallel::Communicator;
-use plimsoll_plan::GenerationPlan;
+use plimsoll_plan::{GenerationPlan, GenerationPlanError};
 
 use crate::args::{InferenceArgs, SpeculationArgs, WeightArgs};
 use crate::failure::Failure;
@@ -95,7 +95,10 @@ impl<'a> Guessing<'a> {
         }
         let context =
             if draft.has_learned_positions() { context.min(draft.trained_context()) } else { context };
-        let plan = draft.plan_in_memory(engine, context)?;
+        let plan = draft.plan_in_memory(engine, context).map_err(|error| match error {
+            GenerationPlanError::DoesNotFit(error) => model.no_room_with(engine, error.needed, context),
+            GenerationPlanError::Step(error) => error.into(),
+        })?;
         let bytes = plan.dry_run.peak_bytes();
         model.make_room(bytes);
         let device = engine.arena(bytes)?;

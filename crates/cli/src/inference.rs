@@ -138,7 +138,7 @@ impl<'a> Inference<'a> {
 
     /// The machine, its threads started and measured.
     pub fn start(&self, ranks: &dyn Communicator) -> Result<Engine, Failure> {
-        Ok(Engine::start(self.threads)?.with_card(card::open(self.device, ranks)?))
+        Engine::of_rank(ranks, self.threads, self.device)
     }
 
     /// What a session needs for a context in the range, and for prompts of up to `longest` tokens where that is known:
@@ -203,21 +203,13 @@ impl<'a> Inference<'a> {
             release_free_heap();
             let types = |p: &Parameter| self.weights.weight_type(p);
             let request = GenerationRequest {
-                spec: self.weights.own_spec(),
-                precision: self.weights.precision,
-                storage: self.weights.storage(&types, None),
                 prompt_tokens: longest.map(|n| n as u64),
-                context: *context.start() as u64..=*context.end() as u64,
                 cache: decided.map_or(self.cache, |decided| Some(decided.cache)),
                 room: room.bytes(engine.overhead_of_what_computes()?.saturating_add(self.others_bytes)),
-                in_files: self.weights.can_stream().then_some(self.weights.in_files()),
                 enough_context: enough as u64,
                 pass_tokens: decided.map(|decided| decided.pass_tokens),
-                sequences: 1,
-                drafted_tokens: self.drafted_tokens,
                 apart,
-                // Whether the disk has room is asked where its file is opened.
-                disk_room: u64::MAX,
+                ..self.request(&types, &context)
             };
             let plan = GenerationPlan::resolve(&request).map_err(|error| match error {
                 GenerationPlanError::DoesNotFit(error) => {
@@ -256,6 +248,31 @@ impl<'a> Inference<'a> {
         }
     }
 
+    /// What is asked of a plan, with prompts as long as the context and no room at all.
+    fn request<'r>(
+        &'r self,
+        types: &'r dyn Fn(&Parameter) -> DType,
+        context: &RangeInclusive<usize>,
+    ) -> GenerationRequest<'r> {
+        GenerationRequest {
+            spec: self.weights.own_spec(),
+            precision: self.weights.precision,
+            storage: self.weights.storage(types, None),
+            prompt_tokens: None,
+            context: *context.start() as u64..=*context.end() as u64,
+            cache: self.cache,
+            room: 0,
+            in_files: self.weights.can_stream().then_some(self.weights.in_files()),
+            enough_context: *context.end() as u64,
+            pass_tokens: None,
+            sequences: 1,
+            drafted_tokens: self.drafted_tokens,
+            apart: None,
+            // Whether the disk has room is asked where its file is opened.
+            disk_room: u64::MAX,
+        }
+    }
+
     /// What the logits of a pass take beside the arena, where it has those of several tokens.
     fn logits_bytes(&self, sequences: u64) -> u64 {
         match sequences.saturating_mul(self.drafted_tokens + 1).min(FEW_ROWS as u64) {
@@ -269,30 +286,39 @@ impl<'a> Inference<'a> {
     ///
     /// # Errors
     /// There is not as much.
-    pub fn plan_in_memory(&self, engine: &Engine, context: usize) -> Result<GenerationPlan, Failure> {
+    pub fn plan_in_memory(
+        &self,
+        engine: &Engine,
+        context: usize,
+    ) -> Result<GenerationPlan, GenerationPlanError> {
         let types = |p: &Parameter| self.weights.weight_type(p);
-        let request = GenerationRequest {
-            spec: self.weights.own_spec(),
-            precision: self.weights.precision,
-            storage: self.weights.storage(&types, None),
-            prompt_tokens: None,
-            context: context as u64..=context as u64,
-            cache: self.cache,
-            room: engine.line(self.stated).bytes.saturating_sub(engine.overhead_of_what_computes()?),
+        GenerationPlan::resolve(&GenerationRequest {
+            room: engine.line(self.stated).bytes.saturating_sub(engine.overhead_bytes()),
             in_files: None,
-            enough_context: context as u64,
-            pass_tokens: None,
-            sequences: 1,
-            drafted_tokens: 0,
-            apart: None,
-            disk_room: u64::MAX,
-        };
-        GenerationPlan::resolve(&request).map_err(|error| match error {
-            GenerationPlanError::DoesNotFit(error) => {
-                Failure::does_not_fit(format!("the model that guesses does not fit: {error}"))
-            }
-            GenerationPlanError::Step(error) => error.into(),
+            ..self.request(&types, &(context..=context))
         })
+    }
+
+    /// What is enough for this model beside one that guesses for it and needs so many bytes, which there are not.
+    pub fn no_room_with(&self, engine: &Engine, guesses: u64, context: usize) -> Failure {
+        let types = |p: &Parameter| self.weights.weight_type(p);
+        let own = match GenerationPlan::resolve(&self.request(&types, &(context..=context))) {
+            Err(GenerationPlanError::DoesNotFit(error)) => error.needed,
+            Err(GenerationPlanError::Step(error)) => return error.into(),
+            Ok(plan) => plan.dry_run.peak_bytes(),
+        };
+        let (line, overhead) = (engine.line(self.stated), engine.overhead_bytes());
+        let own = own.saturating_add(self.logits_bytes(1));
+        let both = own.saturating_add(guesses);
+        Failure::does_not_fit(format!(
+            "the models need {}: {} for the one that guesses, whose weights are all in memory, and {} at least for the one that answers. \
+             Beside that it takes {}; {}",
+            ByteSize(both),
+            ByteSize(guesses),
+            ByteSize(own),
+            beside_the_model(line, overhead),
+            PlanningRoom::below(line).enough(both, overhead)
+        ))
     }
 
     /// What streaming takes beside the arena, where the plan has it.

@@ -2,16 +2,10 @@
 
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::hardware::process_memory;
-use plimsoll_plan::{LimitedBy, LoadLine, ProcessLimits};
+use plimsoll_plan::{LimitedBy, LoadLine};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
-
-/// The least of the stated budget and the limits of container and shell; without a budget, what is free takes its
-/// place.
-pub fn load_line(stated: Option<ByteSize>) -> LoadLine {
-    ProcessLimits::detect().load_line(stated.map(|size| size.0))
-}
 
 /// Refuses to go on where the process has been larger than the load line already: reading a tokenizer, measuring the
 /// machine and planning take memory for a moment, which no plan can undo.

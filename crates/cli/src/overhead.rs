@@ -11,11 +11,17 @@ use crate::session::resident_bytes;
 /// Program, libraries, heap, and the batch, metrics and checkpoints of a run: 21 to 25 MiB were measured, in runs of every kind.
 const PROGRAM: u64 = 30 << 20;
 
+/// The same where a model only answers: 20 to 23 MiB were measured.
+const PROGRAM_THAT_ANSWERS: u64 = 26 << 20;
+
 /// What a thread has touched of its stack and heap.
 const OF_THREAD: u64 = 64 << 10;
 
 /// A token of a tokenizer, its merges, and its share of words that were encoded before: 350 bytes were measured.
 const OF_TOKEN: u64 = 384;
+
+/// The same where only prompts are encoded: 180 bytes were measured.
+const OF_TOKEN_TO_ANSWER: u64 = 224;
 
 /// Pages of the program, stacks and threads' heaps that the work itself will be the first to touch: at most 3 MiB were
 /// measured, whatever the model and the number of threads.
@@ -32,26 +38,47 @@ const GRAIN: u64 = 8 << 20;
 pub enum Progress {
     /// The tokenizer is in memory, if there is one. Another process will read the data and carry out the plan.
     Planning,
+    /// The same of a model that another process will have answer: there is no data.
+    PlanningAnswers,
     /// Everything but the arena is in memory.
     Ready,
 }
 
 /// What a process with these threads and a tokenizer of so many tokens takes beside its arenas.
 pub fn overhead_bytes(pool: &Pool, tokens: u64, progress: Progress) -> u64 {
-    let threads = (pool.threads() as u64).saturating_mul(OF_THREAD);
-    let parts = [pool.bytes(), threads, tokens.saturating_mul(OF_TOKEN)];
-    let stated = parts.into_iter().fold(PROGRAM, u64::saturating_add);
+    let (program, of_token) = match progress {
+        Progress::Planning | Progress::Ready => (PROGRAM, OF_TOKEN),
+        Progress::PlanningAnswers => (PROGRAM_THAT_ANSWERS, OF_TOKEN_TO_ANSWER),
+    };
+    let stated = stated_bytes(program, pool).saturating_add(tokens.saturating_mul(of_token));
     counted(stated, measured_bytes(pool), progress)
+}
+
+/// The same on a machine that is described by a file, which has it without a tokenizer.
+pub fn overhead_without_tokenizer(pool: &Pool) -> u64 {
+    stated_bytes(PROGRAM, pool)
+}
+
+/// What a tokenizer of so many tokens adds to that.
+pub fn tokenizer_bytes(tokens: u64) -> u64 {
+    tokens.saturating_mul(OF_TOKEN)
+}
+
+fn stated_bytes(program: u64, pool: &Pool) -> u64 {
+    let threads = (pool.threads() as u64).saturating_mul(OF_THREAD);
+    [pool.bytes(), threads].into_iter().fold(program, u64::saturating_add)
 }
 
 /// What is stated, or what was measured where that is more.
 fn counted(stated: u64, measured: u64, progress: Progress) -> u64 {
-    match progress {
-        Progress::Ready => stated.max(measured),
-        Progress::Planning => match measured.saturating_add(OF_DATA) {
-            expected if expected > stated => expected.checked_next_multiple_of(GRAIN).unwrap_or(u64::MAX),
-            _ => stated,
-        },
+    let expected = match progress {
+        Progress::Ready => return stated.max(measured),
+        Progress::Planning => measured.saturating_add(OF_DATA),
+        Progress::PlanningAnswers => measured,
+    };
+    match expected > stated {
+        true => expected.checked_next_multiple_of(GRAIN).unwrap_or(u64::MAX),
+        false => stated,
     }
 }
 

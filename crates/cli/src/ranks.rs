@@ -295,6 +295,13 @@ pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
     Ok(Started { ranks: ranks.size(), of_each_machine })
 }
 
+/// How many of them are on this machine.
+pub fn of_this_machine(ranks: &dyn Communicator) -> Result<u32, Failure> {
+    let machines = on_each_machine(ranks, &())?;
+    let here = machines.iter().find(|machine| machine.contains(&(ranks.rank() as usize)));
+    Ok(here.map_or(1, |here| u32::try_from(here.len()).unwrap_or(u32::MAX)))
+}
+
 #[cfg(feature = "mpi")]
 mod mpi {
     use std::io::Write;

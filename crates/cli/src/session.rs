@@ -7,16 +7,18 @@ use plimsoll_device::cpu::{Isa, Pool};
 use plimsoll_device::cuda::OpenCard;
 use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError, DeviceTraits};
 use plimsoll_memory::{ByteSize, release_free_heap};
+use plimsoll_parallel::Communicator;
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
 use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, Wiring};
 use plimsoll_step::{Linears, Precision};
 
 use crate::args::ConfigSource;
-use crate::card;
+use crate::card::{self, DeviceChoice};
 use crate::failure::Failure;
-use crate::load_line::{kept_so_far, load_line};
+use crate::load_line::kept_so_far;
 use crate::overhead::{Progress, measured_bytes, overhead_bytes};
+use crate::ranks;
 use crate::speeds::Speeds;
 
 /// The configuration of a command line: the file, then the flags, then every `--set`.
@@ -95,7 +97,12 @@ fn read_config(
     {
         if let Some(value) = value {
             let argument = format!("{flag} {value}");
-            overrides.push(Override { key: (*key).to_owned(), value: value.clone(), argument });
+            // The name of a folder is one, whatever it would be in YAML.
+            let value = match *key {
+                "model.path" => serde_json::to_string(value)?,
+                _ => value.clone(),
+            };
+            overrides.push(Override { key: (*key).to_owned(), value, argument });
         }
     }
     for assignment in &source.set {
@@ -117,6 +124,10 @@ pub struct Engine {
     pub isa: Isa,
     /// The card that computes, if it is not the CPU.
     pub card: Option<Arc<OpenCard>>,
+    /// Ranks that share the machine's memory and disk, this one among them.
+    ranks: u32,
+    /// Whether the ranks are to come: this process plans for them and is none of them.
+    ahead: bool,
     /// Whether the machine is measured although it was before.
     again: bool,
     speeds: OnceCell<Speeds>,
@@ -143,13 +154,44 @@ impl Engine {
         }
         let pool =
             Pool::on_own_cores(threads, Cpu::SCRATCH_BYTES).map_err(|e| Failure::other(e.to_string()))?;
-        Ok(Engine { hardware, pool: Arc::new(pool), isa, card: None, again, speeds: OnceCell::new() })
+        Ok(Engine {
+            hardware,
+            pool: Arc::new(pool),
+            isa,
+            card: None,
+            ranks: 1,
+            ahead: false,
+            again,
+            speeds: OnceCell::new(),
+        })
     }
 
-    /// The same with a card, if one is to compute.
-    #[must_use]
-    pub fn with_card(self, card: Option<Arc<OpenCard>>) -> Engine {
-        Engine { card, ..self }
+    /// The engine of a rank, with a card if one is to compute: the ranks of this machine share what it has.
+    pub fn of_rank(
+        ranks: &dyn Communicator,
+        threads: Option<usize>,
+        device: DeviceChoice,
+    ) -> Result<Engine, Failure> {
+        let here = ranks::of_this_machine(ranks)?;
+        Ok(Engine { card: card::open(device, ranks)?, ranks: here, ..Engine::start(threads)? })
+    }
+
+    /// One like that of each of so many ranks that are to share this machine: with its share of the cores.
+    pub fn for_ranks(ranks: u32) -> Result<Engine, Failure> {
+        let share = |cores: usize| (cores / ranks.max(1) as usize).max(1);
+        let threads = (ranks > 1).then(|| share(Hardware::detect().cpu.threads.min(MOST_THREADS)));
+        Ok(Engine { ranks, ahead: true, ..Engine::start(threads)? })
+    }
+
+    /// Ranks that share this machine.
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// What a rank may take of this machine.
+    fn limits(&self) -> ProcessLimits {
+        let own = if self.ahead { 0 } else { resident_bytes() };
+        ProcessLimits::detect().shared_by(self.ranks, own)
     }
 
     /// What this machine can do. It is measured if it never was.
@@ -170,7 +212,8 @@ impl Engine {
     /// What the planner needs to know to plan a model with so many tokens. What planning itself holds without need is given back.
     pub fn machine(&self, config: &RawConfig, tokens: u64, progress: Progress) -> Machine {
         release_free_heap();
-        let line = load_line(config.memory.device_budget().set());
+        let limits = self.limits();
+        let line = limits.load_line(config.memory.device_budget().set().map(|size| size.0));
         let speeds = self.speeds_within(line.bytes.saturating_sub(resident_bytes()));
         let disk = speeds.disk(&config.disk_path()).map_or(DiskRates::USUAL, |disk| disk.rates);
         Machine {
@@ -179,11 +222,13 @@ impl Engine {
                 wiring: Wiring { narrow: self.narrow(), ..Wiring::CPU },
                 ..speeds.machine.rates
             },
-            limits: ProcessLimits::detect(),
+            limits,
             overhead_bytes: overhead_bytes(&self.pool, tokens, progress),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
             worker_bytes: Machine::WORKER_BYTES,
-            disk_available: disk_space(&config.disk_path()).ok().map(|space| space.available.0),
+            disk_available: disk_space(&config.disk_path())
+                .ok()
+                .map(|space| space.available.0 / u64::from(self.ranks.max(1))),
             device_bytes: None,
             host_bytes: None,
         }
@@ -250,7 +295,8 @@ impl Engine {
 
     /// What may be taken of what computes: of the process's memory, or of a card's.
     pub fn line(&self, stated: Option<ByteSize>) -> LoadLine {
-        self.card.as_ref().map_or_else(|| load_line(stated), |card| card::line(card, stated))
+        let of_process = || self.limits().load_line(stated.map(|size| size.0));
+        self.card.as_ref().map_or_else(of_process, |card| card::line(card, stated))
     }
 
     /// What is taken of that beside the arena.

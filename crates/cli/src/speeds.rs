@@ -174,7 +174,11 @@ impl PlanSpeeds {
     pub fn of(engine: &Engine, folder: Option<&Path>, elsewhere: bool) -> PlanSpeeds {
         let cpu = &engine.hardware.cpu;
         let (name, threads) = (cpu.name.as_deref().unwrap_or(cpu.architecture), engine.pool.threads());
-        let cpu = format!("{name}, {threads} thread{}", if threads == 1 { "" } else { "s" });
+        let shared = match engine.ranks() {
+            1 => String::new(),
+            ranks => format!(" for each of {ranks} ranks, which share cores, memory and disk"),
+        };
+        let cpu = format!("{name}, {threads} thread{}{shared}", if threads == 1 { "" } else { "s" });
         PlanSpeeds {
             whose: match elsewhere {
                 false => format!("on this machine's CPU ({cpu})"),
@@ -189,9 +193,12 @@ impl PlanSpeeds {
 
     /// Those of a machine of the catalogue.
     pub fn of_catalogue(target: &Target) -> PlanSpeeds {
-        let mut words = "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
-                         steps of GPUs were never timed: what the step takes on that device is the plan's claim"
-            .to_owned();
+        let mut words = match &target.device.cpu {
+            Some(_) => "its speeds are those that plimsoll calibrate measured there".to_owned(),
+            None => "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
+                     steps of GPUs were never timed: what the step takes on that device is the plan's claim"
+                .to_owned(),
+        };
         if target.disk.is_none() {
             words.push_str("\na disk of 2 GB/s read and 1 GB/s written, of any size, is assumed");
         }

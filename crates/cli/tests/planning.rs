@@ -58,6 +58,15 @@ fn a_plan_for_ranks_divides_them_as_it_is_told_or_as_is_fastest() {
         assert_eq!(refused.status.code(), Some(2));
         assert!(text(&refused.stderr).contains("fall into no groups of 2"), "{}", text(&refused.stderr));
     }
+    // Without a budget the ranks share what is free.
+    let lines = [&[][..], &["--ranks", "2"]].map(|ranks: &[&str]| {
+        json(&plan(&[ranks, &["--set", "memory.device_budget=auto", "--json"]].concat()))["memory"]["device"]
+            ["budget_bytes"]
+            .as_f64()
+            .unwrap()
+    });
+    assert!(lines[1] < 0.75 * lines[0], "{lines:?}");
+    assert!(text(&plan(&["--ranks", "2"]).stdout).contains("for each of 2 ranks"));
     let open = [
         "--set",
         "parallel.pipeline_parallel=auto",
@@ -127,7 +136,9 @@ fn a_machine_that_was_calibrated_is_planned_for_here_and_elsewhere() {
         |more: &[&str]| json(&run(&[&["plan", "c.yaml", "--memory", "256MiB", "--json"], more].concat()));
     let (here, elsewhere) = (plan(&[]), plan(&["--hardware", "here.yaml"]));
     assert_eq!(here["time"], elsewhere["time"]);
-    assert_eq!(here["memory"]["device"]["peak_bytes"], elsewhere["memory"]["device"]["peak_bytes"]);
+    for bytes in ["peak_bytes", "overhead_bytes"] {
+        assert_eq!(here["memory"]["device"][bytes], elsewhere["memory"]["device"][bytes], "{bytes}");
+    }
     let words = run(&["hardware", "here.yaml"]);
     assert!(words.status.success(), "{}", text(&words.stderr));
     let nowhere = run(&["calibrate", "-o", "no/such/folder/here.yaml"]);

@@ -115,6 +115,39 @@ fn what_is_said_of_experts_needs_some() {
     ok(folder.path(), &["plan", "c.yaml", "--set", "training.router_z_loss_coef=0"]);
 }
 
+/// Slots are for experts that are frozen, and for no more than there are.
+#[test]
+fn slots_that_no_expert_has_use_for_are_refused() {
+    let folder = folder();
+    let mixture = set(&[
+        "model.from_scratch.architecture=moe",
+        "model.from_scratch.num_experts=4",
+        "output.dir=base",
+        "training.steps=1",
+    ]);
+    let begin: Vec<&str> =
+        ["train", "c.yaml"].into_iter().chain(mixture.iter().map(String::as_str)).collect();
+    ok(folder.path(), &begin);
+    let said = |method: &str, slots: &str| {
+        let (method, slots) = (format!("training.method={method}"), format!("memory.expert_slots={slots}"));
+        let sets = set(&["model=base", &method, &slots]);
+        let arguments: Vec<&str> =
+            ["plan", "c.yaml"].into_iter().chain(sets.iter().map(String::as_str)).collect();
+        let output = plimsoll(folder.path(), &arguments);
+        (output.status.code(), text(&output.stderr))
+    };
+    for (method, slots, words) in [
+        ("full", "2", "set training.method to lora or qlora"),
+        ("lora", "9", "the model has 8 experts in all its layers"),
+    ] {
+        let (code, error) = said(method, slots);
+        assert!(code == Some(2) && error.contains(words), "{error}");
+    }
+    for (method, slots) in [("full", "0"), ("lora", "8")] {
+        assert_eq!(said(method, slots).0, Some(0), "{method} {slots}");
+    }
+}
+
 /// Experts without matrices, with a capacity: the run takes what was planned, and its model loads, answers, and is no GGUF.
 #[test]
 fn moe_plus_plus_trains_is_saved_and_answers() {

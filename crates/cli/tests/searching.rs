@@ -57,4 +57,36 @@ fn what_makes_no_sense_is_refused() {
     refused(&["--goal", "best"], "planning.goal");
     refused(&["--goal", "fastest", "--find", "rank"], "--find");
     refused(&["--pareto", "front.svg"], "--goal");
+    refused(&["--inference", "--goal", "fastest"], "--goal");
+    refused(&["--find", "hardware", "--hardware", "rtx-4090"], "leave --hardware out");
+    refused(&["--goal", "cheapest", "--memory", "8GiB"], "leave --memory out");
+}
+
+/// Ranks have a device each: a machine of so many is looked for, and paid for.
+#[test]
+fn devices_are_looked_for_by_as_many_as_there_are_ranks() {
+    let ask = ["--find", "hardware", "--ranks", "4", "--tokens", "1B"];
+    let found = json(&ask);
+    let rows = found["compare"].as_array().unwrap();
+    let of_card = |row: &&Value| row["hardware"]["device"]["name"] == "rtx-4090";
+    let row = rows.iter().find(of_card).unwrap();
+    assert_eq!(row["hardware"]["devices_of_machine"], 4);
+    let named = json(&["--hardware", "rtx-4090", "--ranks", "4", "--tokens", "1B"]);
+    assert_eq!(row["cost"]["dollars"], named["cost"]["dollars"]);
+    assert!(row["cost"]["dollars"][0].as_f64().is_some_and(|dollars| dollars > 0.0), "{row}");
+}
+
+/// A file may leave everything to the command line, which names folders and no YAML; and a machine of one's own has a price.
+#[test]
+fn what_is_said_on_the_command_line_is_enough() {
+    let folder = folder();
+    std::fs::write(folder.path().join("empty.yaml"), "# nothing\n").unwrap();
+    let words = ok(folder.path(), &["plan", "empty.yaml", "--model", "smollm2-135m", "--memory", "24GiB"]);
+    assert!(words.contains("fits"), "{words}");
+    ok(folder.path(), &["train", "c.yaml", "--set", "output.dir='a: b'"]);
+    let words = ok(
+        folder.path(),
+        &["plan", "c.yaml", "--model", "a: b", "--tokens", "1M", "--price", "2", "--set", "output.dir=again"],
+    );
+    assert!(words.contains("1.0M tokens") && words.contains('$'), "{words}");
 }

@@ -253,6 +253,13 @@ fn guesses_change_no_token_and_are_refused_where_they_cannot_be() {
         let error = fails(path, 2, &generate(more), "");
         assert!(words.iter().all(|word| error.contains(word)), "{more:?}: {error}");
     }
+
+    // The line that is named is enough for both models.
+    let guessed = generate(&["--prompt", "word", "--draft-model", "out", "--memory"]);
+    let error = fails(path, 3, &with(&guessed, &["20MiB"]), "");
+    assert!(error.contains("the models need "), "{error}");
+    let enough = error.split(": ").last().and_then(|end| end.split(" is enough").next()).unwrap();
+    ok(path, &with(&guessed, &[&enough.replace(' ', "")]), "");
 }
 
 #[test]

@@ -88,6 +88,17 @@ impl Catalogue {
         self.content.sources.iter().map(|(name, text)| (name.as_str(), text.as_str()))
     }
 
+    /// The same for so many ranks, where the name is that of a device: each has one.
+    ///
+    /// # Errors
+    /// There is no such device.
+    pub fn target_of(&self, device: &str, ranks: u32) -> Result<Target, CatalogueError> {
+        match ranks {
+            1 => self.target(device),
+            ranks => self.target(&format!("{ranks}x{device}")),
+        }
+    }
+
     /// A machine by what `--hardware` says: the name of a device or a machine, with a number of devices (`8xh100`) and of machines
     /// (`16x8xh100`) before it, or a file.
     ///
@@ -157,7 +168,8 @@ impl Catalogue {
         let machine = file::parse_machine(&text).map_err(content)?;
         let target = machine.target(self).map_err(|error| content(error.to_string()))?;
         let name = if target.name.is_empty() { path.display().to_string() } else { target.name.clone() };
-        Ok(Target { name, ..target })
+        let title = if target.title.trim().is_empty() { name.clone() } else { target.title.clone() };
+        Ok(Target { name, title, ..target })
     }
 
     /// A device by name; `asked` is what the user wrote.

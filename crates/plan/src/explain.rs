@@ -9,7 +9,7 @@ use crate::limits::Limits;
 use crate::origin::ModelOrigin;
 use crate::resolve::{AS_FAST, Choice, resolved_config};
 use crate::shortage::Shortage;
-use crate::training_plan::{Decided, TrainingPlan, decided};
+use crate::training_plan::{Decided, Machine, TrainingPlan, decided};
 
 /// A value of a key, and those next to it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -26,7 +26,7 @@ pub struct Explanation {
     pub reason: String,
     /// The step with it.
     pub own: Planned,
-    /// Other values; none of a key that does not shape the step.
+    /// Other values; none of a key that does not shape the step, as far as values next to its own tell.
     pub neighbours: Vec<Neighbour>,
 }
 
@@ -100,27 +100,33 @@ impl TrainingPlan {
             (self.asked.key_state(key, &argument)?, self.config.key_state(key, &argument)?);
         let value = resolved.value.clone().unwrap_or(resolved.default.clone());
         let shaping = Shaping::of(key);
-        let chosen_by = match shaping.map(|shaping| shaping.takes) {
+        let chosen_by = match shaping.takes {
             _ if asked.is_fixed() => ChosenBy::User,
-            None | Some(Takes::Never) => ChosenBy::Default,
-            Some(_) if resolved.is_fixed() => ChosenBy::Planner,
-            Some(_) => ChosenBy::Default,
+            Takes::Never => ChosenBy::Default,
+            _ if resolved.is_fixed() => ChosenBy::Planner,
+            _ => ChosenBy::Default,
         };
         let own = Planned::of(&self.choice, self.limits);
-        let neighbours = shaping.map_or(Vec::new(), |shaping| {
-            let open = (asked.is_fixed() && asked.may_be_auto()).then(|| "auto".to_owned());
-            let values = shaping.neighbours(&resolved, &value).into_iter().chain(open);
-            values.map(|value| self.neighbour(shaping, value, origin)).collect()
-        });
+        let open = (asked.is_fixed() && asked.may_be_auto()).then(|| "auto".to_owned());
+        let values = shaping.neighbours(&resolved, &value).into_iter().chain(open);
+        let mut neighbours: Vec<Neighbour> =
+            values.map(|value| self.neighbour(shaping, value, origin)).collect();
+        // That a value does not go with the rest is nothing to read of a key that may have nothing to do with the plan.
+        neighbours.retain(|other| shaping.is_known() || matches!(other.outcome, Outcome::Planned(_)));
         let place = Some(key).filter(|_| chosen_by == ChosenBy::User).and_then(|key| self.asked.place(key));
         let place = place.map(ToString::to_string);
         let reason = Reason { key, value: &value, chosen_by, place: place.as_deref(), shaping, own: &own };
-        let reason = reason.sentences(&neighbours);
+        let changes_nothing = !shaping.is_known() && neighbours.iter().all(|other| other.is_like(&own));
+        let reason =
+            if changes_nothing { reason.without(&neighbours) } else { reason.sentences(&neighbours) };
+        if changes_nothing {
+            neighbours.clear();
+        }
         Ok(Explanation { key: key.to_owned(), value, chosen_by, place, reason, own, neighbours })
     }
 
     /// What another value would lead to.
-    fn neighbour(&self, shaping: Shaping, value: String, origin: &ModelOrigin) -> Neighbour {
+    fn neighbour(&self, shaping: Shaping<'_>, value: String, origin: &ModelOrigin) -> Neighbour {
         let config = shaping.with(&self.asked, &value, self.choice.sequences());
         let planned = config
             .map_err(|error| error.to_string())
@@ -141,8 +147,12 @@ impl TrainingPlan {
         config: &RawConfig,
         origin: &ModelOrigin,
     ) -> Result<(Planned, RawConfig), StepError> {
-        let Decided { config, choice, .. } = decided(config, &self.spec, origin.weights(), &self.machine)?;
-        let limits = Limits::of(&config, &self.machine);
+        // The machine has what the pipeline of the configuration that was asked for holds of a token.
+        let [asked, other] = [&self.asked, config].map(|config| config.data.host_bytes_per_token());
+        let of_token = self.machine.host_bytes_per_token.saturating_add(other).saturating_sub(asked);
+        let machine = &Machine { host_bytes_per_token: of_token, ..self.machine };
+        let Decided { config, choice, .. } = decided(config, &self.spec, origin.weights(), machine)?;
+        let limits = Limits::of(&config, machine);
         let resolved = resolved_config(&config, &choice);
         // As in a plan: of a pipeline, what the stage of this rank takes where all fit.
         let choice = match limits.allow(&choice) {
@@ -187,41 +197,51 @@ struct Reason<'a> {
     value: &'a str,
     chosen_by: ChosenBy,
     place: Option<&'a str>,
-    shaping: Option<Shaping>,
+    shaping: Shaping<'a>,
     own: &'a Planned,
 }
 
 impl Reason<'_> {
     fn sentences(&self, neighbours: &[Neighbour]) -> String {
+        let mut all = vec![self.whose(neighbours)];
+        if !self.own.fits {
+            all.push("nothing that the planner tried with it fits".to_owned());
+        }
+        all.extend(neighbours.iter().filter_map(|other| self.beside(other)));
+        format!("{}.", all.join(". "))
+    }
+
+    /// The sentences of a key whose other values change nothing.
+    fn without(&self, neighbours: &[Neighbour]) -> String {
+        let values: Vec<&str> = neighbours.iter().map(|other| &*other.value).collect();
+        match values.is_empty() {
+            true => format!("{}.", self.whose(neighbours)),
+            false => format!(
+                "{}. With {} the plan takes the same memory and time.",
+                self.whose(neighbours),
+                values.join(" or ")
+            ),
+        }
+    }
+
+    /// Whose value it is.
+    fn whose(&self, neighbours: &[Neighbour]) -> String {
         let Reason { key, value, chosen_by, .. } = self;
-        let takes = self.shaping.map(|shaping| shaping.takes);
-        let mut all = vec![match (chosen_by, takes) {
+        match (chosen_by, self.shaping.takes) {
             (ChosenBy::User, _) => match self.place {
                 Some(place) => format!("{key} is {value} because you set it ({place})"),
                 None => format!("{key} is {value}, as the configuration has it"),
             },
-            (_, None) => {
-                format!(
-                    "planning does not decide {key}, and its value changes neither memory nor time of the plan: it is {value} unless you set it"
-                )
-            }
-            (_, Some(Takes::Never)) => {
-                format!("planning does not decide {key}: it is {value} unless you set it")
-            }
+            (_, Takes::Never) => format!("planning does not decide {key}: it is {value} unless you set it"),
             (ChosenBy::Default, _) if *value == "auto" => {
                 format!("{key} is left open, and nothing depends on it in this plan")
             }
             (ChosenBy::Default, _) => {
                 format!("{key} is {value}: the planner decides it only where it is set to auto")
             }
-            (ChosenBy::Planner, Some(Takes::ByRule(rule))) => format!("the planner took {value}: {rule}"),
-            (ChosenBy::Planner, Some(Takes::Fastest)) => self.fastest(neighbours),
-        }];
-        if !self.own.fits {
-            all.push("nothing that the planner tried with it fits".to_owned());
+            (ChosenBy::Planner, Takes::ByRule(rule)) => format!("the planner took {value}: {rule}"),
+            (ChosenBy::Planner, Takes::Fastest) => self.fastest(neighbours),
         }
-        all.extend(neighbours.iter().filter_map(|other| self.beside(other)));
-        format!("{}.", all.join(". "))
     }
 
     /// That the planner took the fastest, where that is so.
@@ -247,11 +267,11 @@ impl Reason<'_> {
             Outcome::Refused { .. } => return None,
         };
         if value == "auto" {
-            let becomes = other.becomes.as_deref().unwrap_or("auto");
-            return Some(format!(
-                "left open, it would be {becomes}, and the step would {}",
-                difference(planned, own)
-            ));
+            let becomes = match other.becomes.as_deref() {
+                None | Some("auto") => String::new(),
+                Some(taken) => format!(" it would be {taken}, and"),
+            };
+            return Some(format!("left open,{becomes} the step would {}", difference(planned, own)));
         }
         if !planned.fits {
             return own.fits.then(|| format!("{value} does not fit: {} short", planned.short()));
@@ -265,6 +285,11 @@ impl Reason<'_> {
 }
 
 impl Neighbour {
+    /// Whether it leads to a step that takes just as much.
+    fn is_like(&self, own: &Planned) -> bool {
+        matches!(&self.outcome, Outcome::Planned(planned) if planned == own)
+    }
+
     fn fitting(&self) -> Option<&Planned> {
         match &self.outcome {
             Outcome::Planned(planned) => Some(planned).filter(|planned| planned.fits),
@@ -282,11 +307,19 @@ fn difference(one: &Planned, other: &Planned) -> String {
         share if share > 0.0 => format!("be {:.0} % slower", share * 100.0),
         share => format!("be {:.0} % faster", (1.0 / (1.0 + share) - 1.0) * 100.0),
     };
-    let bytes = |planned: &Planned| planned.device_peak_bytes;
-    let memory = match bytes(one).cmp(&bytes(other)) {
-        std::cmp::Ordering::Equal => "as much memory".to_owned(),
-        std::cmp::Ordering::Less => format!("{} less", ByteSize(bytes(other) - bytes(one))),
-        std::cmp::Ordering::Greater => format!("{} more", ByteSize(bytes(one) - bytes(other))),
-    };
+    let tiers = [
+        (one.device_peak_bytes, other.device_peak_bytes, ""),
+        (one.host_bytes, other.host_bytes, " on the host"),
+        (one.disk_bytes, other.disk_bytes, " on disk"),
+    ];
+    let changes: Vec<String> = tiers
+        .into_iter()
+        .filter_map(|(one, other, place)| match one.cmp(&other) {
+            std::cmp::Ordering::Equal => None,
+            std::cmp::Ordering::Less => Some(format!("{} less{place}", ByteSize(other - one))),
+            std::cmp::Ordering::Greater => Some(format!("{} more{place}", ByteSize(one - other))),
+        })
+        .collect();
+    let memory = if changes.is_empty() { "as much memory".to_owned() } else { changes.join(", ") };
     format!("{time} and take {memory}")
 }

@@ -263,7 +263,7 @@ pub fn fitting_devices(
     let known = Catalogue::known();
     let mut targets: Vec<Target> = Vec::new();
     for device in known.devices() {
-        targets.extend(known.target(&device.name));
+        targets.extend(known.target_of(&device.name, config.ranks()));
     }
     targets.sort_by_key(|target| target.device.memory);
     let mut fitting = Vec::new();

@@ -101,6 +101,17 @@ impl ProcessLimits {
         }
     }
 
+    /// Those of one of so many processes that share what this machine and its control groups have free, where each has `own` bytes
+    /// already. What the shell limits each has to itself.
+    #[must_use]
+    pub fn shared_by(self, processes: u32, own: u64) -> ProcessLimits {
+        let share = |all: u64| {
+            let own = own.min(all);
+            own.saturating_add((all - own) / u64::from(processes.max(1)))
+        };
+        ProcessLimits { available: self.available.map(share), container: self.container.map(share), ..self }
+    }
+
     /// What `ulimit -v` leaves beyond what the process has.
     pub fn address_space_left(&self, resident: u64) -> Option<u64> {
         self.address_space.map(|most| most.saturating_sub(resident))
@@ -161,6 +172,23 @@ mod tests {
         let memory = Memory { available: size(8000), container: Some(container), ..Memory::default() };
         let process = ProcessMemory { resident: size(100), virtual_size: size(300), ..Default::default() };
         (memory, process)
+    }
+
+    #[test]
+    fn processes_of_one_machine_share_what_is_free_and_not_what_the_shell_limits() {
+        let all = ProcessLimits {
+            available: Some(1000),
+            container: Some(600),
+            address_space: Some(800),
+            data: Some(700),
+        };
+        assert_eq!(all.shared_by(1, 100), all);
+        let four = all.shared_by(4, 100);
+        assert_eq!((four.available, four.container), (Some(325), Some(225)));
+        assert_eq!((four.address_space, four.data), (all.address_space, all.data));
+        // Before there are any, all that is free is theirs.
+        assert_eq!(all.shared_by(4, 0).available, Some(250));
+        assert_eq!(all.shared_by(4, 2000).available, Some(1000));
     }
 
     #[test]

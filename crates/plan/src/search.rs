@@ -192,6 +192,7 @@ impl Walk<'_> {
             step_seconds: made.step_seconds,
             tokens_per_second: made.tokens_per_second,
             quality: self.space.quality(point),
+            above_target: made.footprint.under_the_line(&self.limits) > self.limits.target_bytes as f64,
             config: resolved_with(&self.space.config(point), &settings, accumulation),
         })
     }

@@ -127,6 +127,17 @@ fn other_keys_get_a_word() {
     let (_, rate) = explained(&[line], "training.learning_rate");
     assert_eq!((rate.chosen_by, rate.neighbours.len()), (ChosenBy::Default, 0));
     assert!(rate.reason.starts_with("planning does not decide training.learning_rate"), "{}", rate.reason);
+    assert!(rate.reason.ends_with("the plan takes the same memory and time."), "{}", rate.reason);
+    // What no list names may shape the plan all the same.
+    let (plan, budget) = explained(&[line], "memory.device_budget");
+    assert!(budget.reason.starts_with("memory.device_budget is "), "{}", budget.reason);
+    assert_eq!(budget.chosen_by, ChosenBy::User);
+    let narrow = format!("memory.device_budget={}", plan.process_bytes() / 2);
+    let (_, budget) = explained(&[&narrow], "memory.device_budget");
+    assert!(!budget.neighbours.is_empty(), "{budget:?}");
+    let (_, workers) = explained(&[line, "data.num_workers=8"], "data.num_workers");
+    assert!(planned(&workers, "16").host_bytes > workers.own.host_bytes, "{workers:?}");
+    assert!(workers.reason.contains(" more on the host"), "{}", workers.reason);
     let (_, optimizer) = explained(&[line], "training.optimizer");
     assert!(optimizer.reason.starts_with("planning does not decide training.optimizer: it is adamw"));
     assert!(planned(&optimizer, "adamw_8bit").device_peak_bytes < optimizer.own.device_peak_bytes);

@@ -65,6 +65,21 @@ pub enum StepError {
         /// The key of the configuration.
         key: &'static str,
     },
+    /// More slots than the model has experts.
+    #[error(
+        "memory.expert_slots is {slots}, and the model has {experts} experts in all its layers; set it to at most that"
+    )]
+    TooManyExpertSlots {
+        /// What the configuration says.
+        slots: u64,
+        /// Experts of all layers.
+        experts: u64,
+    },
+    /// Slots for experts that are trained: those stay where they are.
+    #[error(
+        "memory.expert_slots is of experts that are frozen; leave it out, or set training.method to lora or qlora"
+    )]
+    TrainedExperts,
     /// The speed of a bias that no router of the model has.
     #[error(
         "training.router_bias_update_speed is about routers that have a bias for the choice of experts, and this model's have none; leave it out"

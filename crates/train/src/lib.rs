@@ -29,7 +29,7 @@ pub use flight::{RUN_COMPLETE, RUN_STOPPED};
 pub use ladder::Surroundings;
 pub use metrics::{ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, StepMetrics};
 pub use observer::{Observer, RunEvent};
-pub use output_folder::OutputFolder;
+pub use output_folder::{LOCK, OutputFolder, was_killed};
 pub use prepared::{CONFIG_FILE, Prepared, host_bytes_per_token};
 pub use pressure::{MemoryReading, RungMemory};
 pub use report::{Io, Measured, Planned, REPORT_FILE, RankBytes, RankReport, Report};

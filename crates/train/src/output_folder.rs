@@ -10,8 +10,9 @@ use std::path::{Path, PathBuf};
 use crate::checkpoint::{Checkpoint, TrainerState, put_back};
 use crate::{Report, TrainError};
 
-/// The file that is locked. It holds the owner's process id and the name of its machine.
-const LOCK: &str = ".plimsoll.lock";
+/// The file in a run's folder that the run locks, before it writes anything else. It holds the owner's process id and the name of its
+/// machine.
+pub const LOCK: &str = ".plimsoll.lock";
 
 /// How often a lock is tried for whose file the owner before has just removed.
 const TRIES: u32 = 100;
@@ -142,6 +143,19 @@ impl Drop for OutputFolder {
             }
         }
     }
+}
+
+/// Whether the run in a folder was killed, as far as this machine can tell: its lock names a process of this machine, and there is
+/// none of that number. Nothing is locked to find it out.
+pub fn was_killed(folder: &Path) -> bool {
+    let Ok(owner) = std::fs::read_to_string(folder.join(LOCK)) else { return false };
+    let mut words = owner.split_whitespace();
+    let process = words.next().and_then(|id| id.parse::<u32>().ok());
+    let is_here = words.next().is_some_and(|name| host().as_deref() == Some(name));
+    // Without a list of processes nothing is known.
+    is_here
+        && Path::new("/proc/self").exists()
+        && process.is_some_and(|id| !Path::new("/proc").join(id.to_string()).exists())
 }
 
 /// What came of an attempt to lock.

@@ -55,14 +55,7 @@ pub struct Prepared {
 
 /// Host memory that the data pipeline holds for each token of a micro-batch.
 pub fn host_bytes_per_token(config: &RawConfig) -> u64 {
-    // A batch holds a token and a target of 4 bytes each, of samples a weight as well, and where these share sequences, a beginning.
-    // There are as many as the pipeline makes ahead, and the step has its own.
-    let bytes = match (config.data.has_samples(), config.data.packing()) {
-        (false, _) => 8,
-        (true, false) => 12,
-        (true, true) => 16,
-    };
-    bytes * config.data.batches_ahead().saturating_add(1)
+    config.data.host_bytes_per_token()
 }
 
 /// Bytes between files of records and their readers.

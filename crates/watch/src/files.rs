@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use plimsoll_monitor::{About, FLIGHT_RECORDER, Follower, RecorderError, Status};
-use plimsoll_train::{Checkpoint, RUN_COMPLETE, RUN_STOPPED, Report, StepMetrics};
+use plimsoll_train::{Checkpoint, RUN_COMPLETE, RUN_STOPPED, Report, StepMetrics, was_killed};
 
 use crate::event::{Event, Kind};
 use crate::tail::{Found, Tail};
@@ -21,6 +21,8 @@ const MOST_REPORT_BYTES: u64 = 4 << 20;
 const QUIET_RECORDER: f64 = 10.0;
 /// The same where only steps can tell: a step may take long.
 const QUIET_STEPS: f64 = 120.0;
+/// The end of a run that has said none and whose process is gone.
+const KILLED: &str = "the process is gone: it was killed";
 /// Lines that say no step are told one by one, up to so many.
 const MOST_BAD_LINES: u64 = 5;
 
@@ -184,10 +186,11 @@ impl RunFiles {
         let written = written.ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         let last = written.map(|time| time.as_secs_f64()).into_iter().chain(recorded).reduce(f64::max);
         match (last, &view.last) {
-            (None, _) => State::Waiting,
+            (None, _) if !was_killed(&self.folder) => State::Waiting,
             (Some(last), Some(_)) if self.about.is_none() && silent_for(last) < QUIET_STEPS => State::Running,
             (Some(last), None) if self.about.is_none() && silent_for(last) < QUIET_STEPS => State::Waiting,
-            (Some(last), _) => State::Silent(silent_for(last) as u64),
+            (Some(last), _) if !was_killed(&self.folder) => State::Silent(silent_for(last) as u64),
+            _ => State::Ended(KILLED.to_owned()),
         }
     }
 

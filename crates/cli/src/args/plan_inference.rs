@@ -7,7 +7,7 @@ use super::inference::tokens;
 #[derive(Debug, Args)]
 pub struct PlanInferenceArgs {
     /// Plan running the model instead of training it
-    #[arg(long, conflicts_with_all = ["import", "compare", "find", "tokens", "price", "timeline", "zero_table", "waterfall", "explain", "batch_size",
+    #[arg(long, conflicts_with_all = ["import", "compare", "find", "tokens", "price", "timeline", "zero_table", "waterfall", "explain", "goal", "quality", "pareto", "breakdown", "activations", "batch_size",
         "sequence_length", "mixed_precision", "gradient_checkpointing"])]
     pub inference: bool,
     /// Tokens that a prompt and its answer may have together; by default 4096, or as many as the model was made for
@@ -24,6 +24,10 @@ pub struct PlanInferenceArgs {
     /// experts=q4_k,attention=q8_0
     #[arg(long, value_name = "TYPE", requires = "inference")]
     pub quantize: Option<String>,
+    /// Round the inputs of linears to 8-bit integers where few tokens meet weights of integer codes, as generate does. What is kept is the
+    /// same; the speeds that are named are those without it
+    #[arg(long, requires = "inference")]
+    pub quantize_activations: bool,
     /// Type of the key-value cache: f32, bf16, f16, int8 or int4. By default as the activations are, f16 for f32 and more than 32 MiB,
     /// and int8 where only that fits
     #[arg(long, value_name = "TYPE", requires = "inference")]

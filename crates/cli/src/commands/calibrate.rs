@@ -11,12 +11,20 @@ use serde_json::{Value, json};
 use crate::args::CalibrateArgs;
 use crate::failure::Failure;
 use crate::output::{out, outln, write_file};
+use crate::overhead::overhead_without_tokenizer;
 use crate::row;
 use crate::session::Engine;
 use crate::table;
 use crate::units::seconds;
 
 pub fn run(args: &CalibrateArgs) -> Result<(), Failure> {
+    // Before anything is measured, so that nobody waits for a file that cannot be written.
+    let folders = [args.disk.as_deref(), args.output.as_deref().and_then(Path::parent)];
+    for folder in folders.into_iter().flatten().filter(|folder| !folder.as_os_str().is_empty()) {
+        if !folder.is_dir() {
+            return Err(Failure::other(format!("{}: there is no such folder", folder.display())));
+        }
+    }
     let engine = Engine::start_measuring(args.threads, true)?;
     let speeds = engine.speeds();
     let Some(calibration) = &speeds.calibration else {
@@ -70,7 +78,7 @@ fn this_machine(engine: &Engine, folder: Option<&Path>, disk: Option<DiskRates>)
     let name = hardware.cpu.name.clone().unwrap_or_else(|| hardware.cpu.architecture.to_owned());
     let measured = MeasuredCpu {
         threads: engine.pool.threads(),
-        overhead: ByteSize(engine.overhead_bytes()),
+        overhead: ByteSize(overhead_without_tokenizer(&engine.pool)),
         measured: engine.speeds().machine,
     };
     let size = folder.and_then(|folder| Some(disk_space(folder).ok()?.available));

@@ -14,7 +14,6 @@ use plimsoll_step::{DecodeSettings, Decoder, MicroBatch};
 use serde_json::json;
 
 use crate::args::EvalArgs;
-use crate::card;
 use crate::failure::Failure;
 use crate::load_line::PlannedProcess;
 use crate::output::outln;
@@ -59,7 +58,7 @@ impl Task<'_> {
 
     /// The machine, its threads started, and the card if one computes.
     fn start(&self) -> Result<Engine, Failure> {
-        Ok(Engine::start(self.args.threads)?.with_card(card::open(self.args.device, self.ranks)?))
+        Engine::of_rank(self.ranks, self.args.threads, self.args.device)
     }
 
     /// Whether nothing is said but what comes out, or not even that.

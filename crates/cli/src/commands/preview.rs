@@ -6,7 +6,6 @@ use std::io::IsTerminal;
 use plimsoll_data::chat::{EncodedSample, SampleEncoder, SampleReport};
 use plimsoll_data::{DataError, RecordPlace};
 use plimsoll_model::tokenizer::Tokenizer;
-use plimsoll_plan::config::ConfigError;
 use plimsoll_train::{sample_encoder, tokenizer};
 use serde_json::{Value, json};
 
@@ -31,11 +30,7 @@ pub fn run(args: &PreviewArgs) -> Result<(), Failure> {
     let origin = models::origin(&config, Need::Files, args.json)?;
     let tokenizer = tokenizer(&config, &origin)?;
     let Some(encoder) = sample_encoder(&config, &tokenizer)? else {
-        return Err(ConfigError::Missing {
-            key: "data.format",
-            remedy: "a preview is of samples; set it to chat or instruction".to_owned(),
-        }
-        .into());
+        return Err(Failure::usage("a preview is of samples: set data.format to chat or instruction"));
     };
     let mut shown = Vec::new();
     let colours = std::io::stdout().is_terminal();

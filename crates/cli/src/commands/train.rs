@@ -16,7 +16,6 @@ use plimsoll_train::{
 use plimsoll_watch::{Live, PlanView};
 
 use crate::args::TrainArgs;
-use crate::card;
 use crate::commands::advice::{misfits, remedies};
 use crate::commands::plan::describe::{describe, whole_run};
 use crate::dashboard::{Dashboard, Watching};
@@ -100,7 +99,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     for (key, left_out) in prepared.left_out_records().filter(|_| !quiet) {
         let _ = outln!("{key}: {left_out}\n");
     }
-    let engine = Engine::start(args.threads)?.with_card(card::open(args.device, ranks)?);
+    let engine = Engine::of_rank(ranks, args.threads, args.device)?;
     if engine.card.is_some() && prepared.config().training.dynamic_batching.enabled() {
         return Err(Failure::usage(
             "training.dynamic_batching: on a card the micro-batch does not change yet",
@@ -172,10 +171,14 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let limits = plan.machine.limits;
     if let Some(available) = limits.available.filter(|available| plan.process_bytes() > *available) {
         return Err(Failure::does_not_fit(format!(
-            "the plan needs {}, within the load line of {}, but this machine has only {} to give",
+            "the plan needs {}, within the load line of {}, but this machine has only {} to give{}",
             ByteSize(plan.process_bytes()),
             ByteSize(plan.load_line.bytes),
-            ByteSize(available)
+            ByteSize(available),
+            match engine.ranks() {
+                1 => String::new(),
+                ranks => format!(" to each of {ranks} ranks"),
+            }
         )));
     }
     // Nobody begins before everybody has room.

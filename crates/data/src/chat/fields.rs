@@ -99,12 +99,13 @@ const ROLES: [(&str, &str); 13] = [
 const USUAL_ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
 impl Turn {
-    /// Whether it is an answer that would teach the model to say nothing. Thoughts and calls of tools are something.
-    fn is_wordless_answer(&self) -> bool {
+    /// Whether it is an answer that would teach the model to say nothing. Thoughts and calls of tools are something, where the template
+    /// knows them.
+    fn is_wordless_answer(&self, known: &dyn Fn(&str) -> bool) -> bool {
         let ChatMessage { role, content, more } = &self.message;
         let wordless = |value: &Value| value.as_str().is_some_and(|text| text.trim().is_empty());
         let says_more = |(name, value): (&String, &Value)| {
-            name != "name" && !is_nothing(value) && !wordless(value) && !value.is_boolean()
+            name != "name" && !is_nothing(value) && !wordless(value) && !value.is_boolean() && known(name)
         };
         role == "assistant" && self.weight != Some(0.0) && wordless(content) && !more.iter().any(says_more)
     }
@@ -355,8 +356,14 @@ impl Sample {
                         );
                         return Err(Skip::new(SkipReason::UnknownRole, detail));
                     }
-                    if turn.is_wordless_answer() {
-                        let detail = format!("message {number}: the assistant says nothing");
+                    if turn.is_wordless_answer(known) {
+                        let calls = turn.message.more.contains_key("tool_calls") && !known("tool_calls");
+                        let what = if calls {
+                            " but calls of tools, which the chat template does not write"
+                        } else {
+                            ""
+                        };
+                        let detail = format!("message {number}: the assistant says nothing{what}");
                         return Err(Skip::new(SkipReason::EmptyAnswer, detail));
                     }
                 }
@@ -443,12 +450,12 @@ mod tests {
 
     #[test]
     fn what_is_no_sample_says_why() {
-        let why =
-            |record: Value| match read(record).and_then(|sample| sample.check(&|role| role == "narrator")) {
-                Err(Skip { reason: Reason::OtherFields, detail }) => detail,
-                Err(skip) => format!("{}: {}", skip.reason, skip.detail),
-                Ok(()) => "a sample".to_owned(),
-            };
+        let known = |name: &str| ["narrator", "tool_calls"].contains(&name);
+        let why = |record: Value| match read(record).and_then(|sample| sample.check(&known)) {
+            Err(Skip { reason: Reason::OtherFields, detail }) => detail,
+            Err(skip) => format!("{}: {}", skip.reason, skip.detail),
+            Ok(()) => "a sample".to_owned(),
+        };
         let assistant = |content: &str| json!({ "role": "assistant", "content": content });
         let user = json!({ "role": "user", "content": "a" });
         for (record, words) in [
@@ -502,5 +509,18 @@ mod tests {
         ] {
             assert_eq!(why(record), words);
         }
+    }
+
+    #[test]
+    fn a_call_of_a_tool_that_the_template_does_not_write_is_an_answer_without_a_word() {
+        let call = json!({ "role": "assistant", "content": null, "tool_calls": [{ "name": "f" }] });
+        let record = json!({ "messages": [{ "role": "user", "content": "a" }, call] });
+        let skip = read(record).unwrap().check(&|_| false).unwrap_err();
+        assert_eq!(skip.reason, Reason::EmptyAnswer);
+        assert!(
+            skip.detail.contains("calls of tools, which the chat template does not write"),
+            "{}",
+            skip.detail
+        );
     }
 }

@@ -158,7 +158,7 @@ impl Chat<'_> {
     /// The end of the text up to a message, if that is a beginning of the whole text.
     fn start(&self, text: &str, index: usize, prompted: bool) -> Option<usize> {
         if index == 0 && !prompted {
-            return Some(0);
+            return Some(self.first_start(text).unwrap_or(0));
         }
         let before = self.render(index, prompted).ok()?;
         // A template without a beginning of answers would have the name of the speaker trained.
@@ -166,6 +166,22 @@ impl Chat<'_> {
             return None;
         }
         text.starts_with(&before).then_some(before.len())
+    }
+
+    /// Where the first message of a user begins: a template may write a system's message of its own before it, which is none of the
+    /// user's. What opens a later turn of the user opens the first one, too, if that can be found.
+    fn first_start(&self, text: &str) -> Option<usize> {
+        let first = self.messages.first().filter(|message| message.role == "user")?;
+        let content = self.content(text, 0)?.bytes.start;
+        let before = text.get(..content)?;
+        let mark = ('\u{f0000}'..='\u{ffffd}').find(|c| !text.contains(*c))?.to_string();
+        let again = ChatMessage { content: mark.clone().into(), ..first.clone() };
+        let two = [first.clone(), ChatMessage::new("assistant", "a")];
+        let three = [&two[..], &[again]].concat();
+        let [two, three] =
+            [&two[..], &three].map(|messages| self.template.render(messages, &self.options).ok());
+        let opening = three?.strip_prefix(&two?)?.split(&mark).next()?.to_owned();
+        Some(before.strip_suffix(&opening).map_or(content, str::len))
     }
 
     /// The end of the text through a message, if that is a beginning of the whole text.
@@ -245,6 +261,22 @@ mod tests {
         let found = spans(CHATML, &weighted, TrainOn::Assistant).unwrap();
         assert_eq!(found, ["0.5*<user>a</>\n", "2*d</>\n"]);
         assert_eq!(spans(CHATML, &weighted, TrainOn::All).unwrap().len(), 4);
+    }
+
+    #[test]
+    fn what_a_template_writes_before_the_first_turn_is_not_the_users() {
+        let system =
+            "{% if messages[0].role != 'system' %}<system>You are kind.</>\n{% endif %}".to_owned() + CHATML;
+        let weighted = [("user", "a", Some(0.5)), ("assistant", "b", Some(0.0)), ("user", "c", Some(2.0))];
+        let found = spans(&system, &weighted, TrainOn::Assistant).unwrap();
+        assert_eq!(found, ["0.5*<user>a</>\n", "2*<user>c</>\n"]);
+        let heading = CHATML.replace("'<'", "('Below is a task.' if loop.first else '') + '<'");
+        assert_eq!(spans(&heading, &weighted, TrainOn::Assistant).unwrap(), found);
+        // Of a template that writes every turn in another way, the content is what is found.
+        let numbered = CHATML.replace("'<'", "loop.index ~ '<'");
+        assert_eq!(spans(&numbered, &weighted[..2], TrainOn::Assistant).unwrap(), ["0.5*a</>\n"]);
+        let said = [("system", "s", Some(0.5)), ("user", "a", None), ("assistant", "b", Some(0.0))];
+        assert_eq!(spans(CHATML, &said, TrainOn::Assistant).unwrap(), ["0.5*<system>s</>\n"]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The keys that shape a step: which values are next to one, and how the planner takes one where that is left open.
 
+use plimsoll_memory::ByteSize;
+
 use super::{ConfigError, Entry, RawConfig};
 
 /// The values that are next to one.
@@ -11,6 +13,8 @@ enum Around {
     These(&'static [&'static str]),
     /// Half of a number, and twice as much.
     Halves,
+    /// What the value itself lets expect: halves of numbers, sizes and shares, the other words of a key of words.
+    Like,
 }
 
 /// How the planner takes a value.
@@ -24,11 +28,11 @@ pub(crate) enum Takes {
     Never,
 }
 
-/// A key that shapes a step.
+/// A key that shapes a step, or may.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shaping {
+pub(crate) struct Shaping<'k> {
     /// The dotted path.
-    pub key: &'static str,
+    pub key: &'k str,
     around: Around,
     pub takes: Takes,
     /// Keys that another value unsets, since the two go together.
@@ -37,16 +41,16 @@ pub(crate) struct Shaping {
     keeps_batch: bool,
 }
 
-const fn shaping(key: &'static str, around: Around, takes: Takes) -> Shaping {
+const fn shaping(key: &str, around: Around, takes: Takes) -> Shaping<'_> {
     Shaping { key, around, takes, unsets: &[], keeps_batch: false }
 }
 
-impl Shaping {
-    const fn unsetting(self, unsets: &'static [&'static str]) -> Shaping {
+impl Shaping<'_> {
+    const fn unsetting(self, unsets: &'static [&'static str]) -> Self {
         Shaping { unsets, ..self }
     }
 
-    const fn keeping_batch(self) -> Shaping {
+    const fn keeping_batch(self) -> Self {
         Shaping { keeps_batch: true, ..self }
     }
 }
@@ -61,7 +65,7 @@ const WAY: &[&str] = &["parallel.data_parallel"];
 use Around::{Halves, These, Words};
 use Takes::{ByRule, Fastest, Never};
 
-const ALL: &[Shaping] = &[
+const ALL: &[Shaping<'static>] = &[
     shaping("training.batch_size", Halves, Fastest)
         .unsetting(&["training.gradient_accumulation_steps"])
         .keeping_batch(),
@@ -151,10 +155,15 @@ impl KeyState {
     }
 }
 
-impl Shaping {
-    /// What is known of a key; `None` where it does not shape a step.
-    pub fn of(key: &str) -> Option<Shaping> {
-        ALL.iter().find(|one| one.key == key).copied()
+impl<'k> Shaping<'k> {
+    /// What is known of a key. Of one that is not known to shape a step, the values next to it show whether it does.
+    pub fn of(key: &'k str) -> Shaping<'k> {
+        ALL.iter().find(|one| one.key == key).copied().unwrap_or(shaping(key, Around::Like, Never))
+    }
+
+    /// Whether the key is known to shape a step.
+    pub fn is_known(&self) -> bool {
+        self.around != Around::Like
     }
 
     /// The values next to one, without that one.
@@ -169,6 +178,7 @@ impl Shaping {
                 }
                 _ => Vec::new(),
             },
+            Around::Like => like(&state.values, value),
         };
         all.into_iter().filter(|other| other != value).collect()
     }
@@ -190,6 +200,33 @@ impl Shaping {
             Some(started) => config.on_ranks(started),
             None => config.validate().map(|()| config),
         }
+    }
+}
+
+/// A size as somebody would write it, if that is exact.
+fn size_text(bytes: u64) -> String {
+    let shown = ByteSize(bytes).to_string();
+    if shown.parse() == Ok(ByteSize(bytes)) { shown } else { bytes.to_string() }
+}
+
+/// Values like one, of those that a key may have.
+fn like(values: &str, value: &str) -> Vec<String> {
+    if let Ok(number) = value.parse::<u64>() {
+        let both = [number / 2, number.saturating_mul(2)].into_iter().filter(|one| *one > 0);
+        return both.map(|one| one.to_string()).collect();
+    }
+    if let Ok(number) = value.parse::<f64>() {
+        let both = [number / 2.0, number * 2.0].into_iter().filter(|one| one.is_finite() && *one != number);
+        return both.map(|one| one.to_string()).collect();
+    }
+    if let Ok(ByteSize(bytes)) = value.parse::<ByteSize>() {
+        let both = [bytes / 2, bytes.saturating_mul(2)].into_iter().filter(|one| *one > 0);
+        return both.map(size_text).collect();
+    }
+    let words: Vec<&str> = values.split(" | ").filter(|word| *word != "auto").collect();
+    match words.contains(&value) {
+        true => words.into_iter().map(str::to_owned).collect(),
+        false => Vec::new(),
     }
 }
 
@@ -246,7 +283,7 @@ mod tests {
     fn numbers_have_halves_and_words_have_each_other() {
         let around = |key: &str, value: &str| {
             let state = RawConfig::default().key_state(key, "test").unwrap();
-            Shaping::of(key).unwrap().neighbours(&state, value)
+            Shaping::of(key).neighbours(&state, value)
         };
         assert_eq!(around("training.batch_size", "4"), ["2", "8"]);
         assert_eq!(around("training.batch_size", "1"), ["2"]);
@@ -254,6 +291,11 @@ mod tests {
         assert_eq!(around("memory.offload.optimizer", "device"), ["host", "disk"]);
         assert_eq!(around("training.mixed_precision", "bf16"), ["f32", "fp16", "fp8"]);
         assert_eq!(around("training.mlp_chunk_tokens", "all tokens at once"), [""; 0]);
-        assert!(Shaping::of("training.learning_rate").is_none());
+        assert!(!Shaping::of("training.learning_rate").is_known());
+        assert_eq!(around("training.learning_rate", "0.5"), ["0.25", "1"]);
+        assert_eq!(around("memory.host_budget", "1KiB"), ["512 B", "2.00 KiB"]);
+        assert_eq!(around("memory.host_budget", "12345678B"), ["6172839", "24691356"]);
+        assert_eq!(around("training.dynamic_batching.enabled", "false"), ["true"]);
+        assert_eq!(around("output.dir", "out"), [""; 0]);
     }
 }

@@ -62,6 +62,18 @@ impl DataConfig {
         self.workers().saturating_mul(self.prefetch_factor())
     }
 
+    /// Host memory that the data pipeline holds for each token of a micro-batch, in bytes.
+    pub fn host_bytes_per_token(&self) -> u64 {
+        // A batch holds a token and a target of 4 bytes each, of samples a weight as well, and where these share sequences, a beginning.
+        // There are as many as the pipeline makes ahead, and the step has its own.
+        let bytes: u64 = match (self.has_samples(), self.packing()) {
+            (false, _) => 8,
+            (true, false) => 12,
+            (true, true) => 16,
+        };
+        bytes.saturating_mul(self.batches_ahead().saturating_add(1))
+    }
+
     /// Whether the files hold samples, chats or instructions, and not running text.
     pub fn has_samples(&self) -> bool {
         self.format() != DataFormat::Text

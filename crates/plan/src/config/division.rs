@@ -60,6 +60,11 @@ impl ParallelConfig {
 }
 
 impl RawConfig {
+    /// The ranks of a run: those that were counted, or those that the configuration names.
+    pub fn ranks(&self) -> u32 {
+        self.started.map_or_else(|| self.parallel.mesh().size(), |started| started.ranks)
+    }
+
     /// The configuration of a run on these ranks. Those that the other ways leave take micro-batches of their own. What is `auto`
     /// stays so, if there is a division of the ranks that can be.
     ///
@@ -151,6 +156,8 @@ impl RawConfig {
             }
             if let Some(stage) = stage {
                 parallel.zero_stage = Some(Auto::Set(stage));
+                // Where nothing is shared there are no groups.
+                parallel.shard_size = parallel.shard_size.filter(|_| stage > 0);
             }
             own
         };

@@ -146,7 +146,14 @@ impl Imported {
             entries.iter().filter_map(|(_, ours, meaning)| Some((*ours, meaning(&leaf.value)?))).collect();
         let is_off = OFF.contains(&leaf.value.to_ascii_lowercase().as_str());
         if meant.is_empty() && (!is_off || entries.is_empty()) {
-            self.left.push(leaf.shown());
+            let counts = |ours: &str| ours == "training.optimizer" || ours.starts_with("memory.offload.");
+            self.left.push(match entries.iter().find(|(_, ours, _)| counts(ours)) {
+                Some((_, ours, _)) => format!(
+                    "{}: this value of {ours} is not known, and the plan is without it: it may need more memory, or less",
+                    leaf.shown()
+                ),
+                None => leaf.shown(),
+            });
         }
         for (ours, value) in meant {
             if !self.overrides.iter().any(|one| one.key == ours && one.value == value) {
@@ -463,6 +470,16 @@ mod tests {
         for words in ["training.bf16 true (theirs:5", "training.gradient_checkpointing false (theirs:10"] {
             assert!(left.contains(words), "{words}: {left}");
         }
+    }
+
+    /// A value that decides what a step takes, and is none of ours, is said to be missing from the plan.
+    #[test]
+    fn an_optimizer_that_is_not_known_is_said_to_count() {
+        let text = r#"{"per_device_train_batch_size": 1, "optim": "rmsprop", "report_to": "wandb"}"#;
+        let left = Imported::from_text(text, "theirs", None).unwrap().left;
+        let of = |key: &str| left.iter().find(|one| one.contains(key)).unwrap();
+        assert!(of("rmsprop").contains("this value of training.optimizer is not known"), "{left:?}");
+        assert!(!of("wandb").contains("not known"), "{left:?}");
     }
 
     /// Switches that are off say f32; those that are left away say nothing.

@@ -65,7 +65,11 @@ impl RawConfig {
     /// # Errors
     /// As [`from_file_with`](RawConfig::from_file_with).
     pub fn from_str_with(text: &str, origin: &str, overrides: &[Override]) -> Result<RawConfig, ConfigError> {
-        let (mut config, wrong) = layer_of(text, origin)?;
+        let (mut config, wrong) = match layer_of(text, origin) {
+            // Every key may be left out of a file, and so may all of them.
+            Err(ConfigError::Empty { .. }) if !overrides.is_empty() => (RawConfig::default(), Vec::new()),
+            layer => layer?,
+        };
         let (said, errors) = config.applied(overrides);
         let repaired = |path: &str| {
             let rival = |one: &str, other: &str| {

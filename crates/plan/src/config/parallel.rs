@@ -207,6 +207,13 @@ impl RawConfig {
                 &format!("leave one of them out: {strategy} is stage {same}"),
             );
         }
+        if let (Some(size), 0, 0, false) = (parallel.shard_size, stage, same, parallel.has_open_stage()) {
+            conflicts(self.conflicting("parallel.shard_size", size), errors)(
+                self.conflicting("parallel.zero_stage", stage),
+                "groups of ranks share nothing in stage 0",
+                "set parallel.zero_stage to 1, 2 or 3, or leave parallel.shard_size out",
+            );
+        }
         self.check_experts(data, is_open, errors);
         let replicas = (data / parallel.expert_parallel().max(1)).saturating_mul(context);
         if let Some(size) = parallel.shard_size.filter(|size| !is_open && !replicas.is_multiple_of(*size)) {

@@ -10,9 +10,10 @@ use plimsoll_step::{
 use super::choice::sequences;
 use super::{Choice, at_home, batches, checkpointings, precisions};
 use crate::config::{
-    Attention, Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, MixedPrecision,
-    RawConfig,
+    Attention, Auto, GradientCheckpointing, GradientDtype, InBackwardClipping, MasterWeights, Method,
+    MixedPrecision, RawConfig,
 };
+use crate::expert_slots;
 use crate::offload::{self, as_said, kept_as_said};
 use crate::optimizer::optimizer_settings;
 use crate::runs::Wanted;
@@ -131,6 +132,13 @@ pub(crate) fn check_model(config: &RawConfig, spec: &ModelSpec) -> Result<(), St
     ];
     if let Some((key, _)) = keys.into_iter().find(|(_, is_set)| *is_set && spec.experts.is_none()) {
         return Err(StepError::NoExperts { key });
+    }
+    let slots = config.memory.expert_slots().set().filter(|slots| *slots > 0);
+    let experts = expert_slots::of_use(spec).map_or(0, |slots| u64::from(*slots.end()));
+    match slots {
+        Some(_) if training.method == Some(Method::Full) => return Err(StepError::TrainedExperts),
+        Some(slots) if slots > experts => return Err(StepError::TooManyExpertSlots { slots, experts }),
+        _ => {}
     }
     let has_bias = spec.experts.as_ref().is_some_and(|experts| experts.router.correction);
     if is_set(training.router_bias_update_speed().set()) && !has_bias {

@@ -33,6 +33,8 @@ pub struct FrontPoint {
     pub tokens_per_second: f64,
     /// The least class that allows it.
     pub quality: Quality,
+    /// Whether it fills more of the load line than `memory.target_utilization` lets choices fill: it fits, and is not chosen.
+    pub above_target: bool,
     /// The configuration, with nothing left open: it can be run.
     pub config: RawConfig,
 }

@@ -52,7 +52,7 @@ pub fn device_for_goal(
     own.memory.device_budget = None;
     // What takes least is the same on any device.
     let known = Catalogue::known();
-    let any = known.devices().last().and_then(|device| known.target(&device.name).ok());
+    let any = known.devices().last().and_then(|device| known.target_of(&device.name, config.ranks()).ok());
     let Some(any) = any else { return Ok(None) };
     let lightest = lightest(&own, origin, &any.machine(of_token))?;
     let mut fitting = fitting_devices(&lightest, origin, of_token)?;

@@ -1,6 +1,7 @@
 use std::io::Write;
 
 use plimsoll_monitor::{Owner, Record, Recorder};
+use plimsoll_train::LOCK;
 
 use super::*;
 use crate::terminal::tests::metrics;
@@ -101,6 +102,26 @@ fn a_run_that_says_no_more_is_told_from_one_that_has_ended() {
     assert_eq!(run.look(start + 90.0), &State::Stopped);
     run.record(None, start + 90.0);
     assert_eq!(run.look(start + 91.0), &State::Running);
+}
+
+/// A run that was killed has left its lock. That of a process on another machine says nothing here.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_run_that_was_killed_has_ended() {
+    let mut run = Run::new();
+    let (start, host) = (now(), std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap());
+    let lock = |process: u32, host: &str| format!("{process} {host}\n");
+    let killed = State::Ended(KILLED.to_owned());
+    run.write(LOCK, &lock(u32::MAX, &host));
+    assert_eq!(run.look(start), &killed);
+    run.append(&line(1));
+    run.record(None, start);
+    assert_eq!(run.look(start + 5.0), &State::Running);
+    assert_eq!(run.look(start + 90.0), &killed);
+    for other in [lock(std::process::id(), &host), lock(u32::MAX, "another"), "no lock".to_owned()] {
+        run.write(LOCK, &other);
+        assert!(matches!(run.look(start + 90.0), State::Silent(_)), "{other}");
+    }
 }
 
 /// A run that resumes writes the lines up to its checkpoint into another file of the same name.

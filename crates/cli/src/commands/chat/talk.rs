@@ -1,6 +1,6 @@
 //! The loop of a chat: a line in, an answer or a command's reply out.
 
-use plimsoll_generate::{Conversation, Limits, Sampler, SamplerSettings, Session, StopReason};
+use plimsoll_generate::{Conversation, Limits, Sampler, SamplerSettings, Session, SettingError, StopReason};
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_model::chat_template::ChatTemplate;
 use plimsoll_plan::DryRun;
@@ -208,7 +208,12 @@ impl Talk<'_> {
 
     fn set(&mut self, name: &str, value: &str) -> Result<(), Failure> {
         if name.replace('-', "_") != MAX_TOKENS {
-            return self.settings.set(name, value).map_err(|e| Failure::usage(e.to_string()));
+            return self.settings.set(name, value).map_err(|error| {
+                Failure::usage(match error {
+                    SettingError::Unknown { .. } => format!("{error}, {MAX_TOKENS}"),
+                    error => error.to_string(),
+                })
+            });
         }
         self.limits.max_tokens = match value {
             "all" => usize::MAX,

@@ -1,12 +1,12 @@
 //! The same step on several machines, side by side.
 
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::{RunCost, Target, TrainingPlan};
+use plimsoll_plan::{LimitedBy, RunCost, Target, TrainingPlan};
 use serde_json::{Value, json};
 
 use super::cost;
 use crate::args::{ConfigSource, PlanArgs};
-use crate::asked::{load_config_for, target_named};
+use crate::asked::{load_config_for, machine_of, target_named};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
@@ -32,7 +32,7 @@ pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
             origin = Some(models::origin(&config, Need::Shape, args.json)?);
         }
         let Some(origin) = &origin else { continue };
-        let machine = target.machine(plimsoll_train::host_bytes_per_token(&config));
+        let machine = machine_of(&target, &config, origin);
         let plan = match args.json {
             true => TrainingPlan::for_model(&config, origin, &machine)?,
             false => TrainingPlan::in_brief(&config, origin, &machine)?,
@@ -49,7 +49,8 @@ pub fn show(args: &PlanArgs, plans: Vec<(Target, TrainingPlan)>) -> Result<(), F
         .into_iter()
         .map(|(target, plan)| {
             let known = cost::of(&plan, args, Some(&target));
-            let billion = || plan.cost(Some(cost::BILLION), target.devices(), cost::prices(args, &target));
+            let billion =
+                || plan.cost(Some(cost::BILLION), target.devices(), cost::prices(args, Some(&target)));
             let cost = known.or_else(billion);
             Line { target, plan, cost }
         })
@@ -82,7 +83,10 @@ impl Line {
         let mut row = row![
             target.name,
             if plan.fits() { "yes" } else { "NO" },
-            format!("{device} of {}", target.device.memory),
+            match plan.load_line.by {
+                LimitedBy::Budget => format!("{device} of {} (the budget)", ByteSize(plan.load_line.bytes)),
+                _ => format!("{device} of {}", target.device.memory),
+            },
             bytes(plan.choice.dry_run.host_bytes()),
             bytes(plan.disk_bytes()),
         ];

@@ -8,20 +8,20 @@ use crate::units::{count, seconds};
 /// Tokens of a run whose length nobody has said.
 pub const BILLION: u64 = 1_000_000_000;
 
-/// Dollars an hour for all devices: those that the user pays, or those of the catalogue.
-pub fn prices(args: &PlanArgs, target: &Target) -> Option<[f64; 2]> {
+/// Dollars an hour for all devices: those that the user pays, or those of the catalogue. This machine is one device.
+pub fn prices(args: &PlanArgs, target: Option<&Target>) -> Option<[f64; 2]> {
     match args.price {
-        Some(price) => Some([price, price].map(|price| price * target.devices() as f64)),
-        None => target.dollars_an_hour(),
+        Some(price) => Some([price, price].map(|price| price * target.map_or(1, Target::devices) as f64)),
+        None => target.and_then(Target::dollars_an_hour),
     }
 }
 
 /// The run on a machine, where the user has asked for its length or price, or its price is known.
 pub fn of(plan: &TrainingPlan, args: &PlanArgs, target: Option<&Target>) -> Option<RunCost> {
-    if target.is_none() && args.tokens.is_none() {
+    if target.is_none() && args.tokens.is_none() && args.price.is_none() {
         return None;
     }
-    plan.cost(args.tokens, target.map_or(1, Target::devices), target.and_then(|target| prices(args, target)))
+    plan.cost(args.tokens, target.map_or(1, Target::devices), prices(args, target))
 }
 
 /// The same in words.

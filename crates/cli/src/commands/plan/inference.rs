@@ -15,6 +15,7 @@ use crate::asked::Asked;
 use crate::by_group::quantized_types;
 use crate::failure::Failure;
 use crate::output::{out, outln};
+use crate::overhead::Progress;
 use crate::row;
 use crate::session::{cache_type, inference_precision};
 use crate::speeds::PlanSpeeds;
@@ -36,15 +37,15 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     let context = context(wanted.context, spec)?;
     let ranks = ranks(&asked, args.machine.ranks)?;
     let dtype = wanted.dtype.as_deref();
-    let precision =
-        inference_precision(dtype.unwrap_or(if asked.target.is_some() { "bf16" } else { "f32" }), false)?;
+    let dtype = dtype.unwrap_or(if asked.target.is_some() { "bf16" } else { "f32" });
+    let precision = inference_precision(dtype, wanted.quantize_activations)?;
     // What answers will have it in memory, so that its memory belongs to the plan.
     let _tokenizer = match &asked.origin {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
     let reads_disk = |plan: &InferencePlan| plan.moved_per_token().read > 0;
-    let (plan, speeds) = asked.planned(&reads_disk, &mut |machine| {
+    let (plan, speeds) = asked.planned(Progress::PlanningAnswers, &reads_disk, &mut |machine| {
         let question = InferenceQuestion {
             origin: &asked.origin,
             config: &asked.config,

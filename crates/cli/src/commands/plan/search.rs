@@ -14,6 +14,8 @@ use crate::units::seconds;
 
 /// Points of the front that are as near as this in memory and in time count as one for people.
 const ALIKE: f64 = 1.05;
+/// Behind the bytes of a point that the choice may not take.
+const ABOVE: &str = " *";
 
 /// The command line with its goal and its class as keys of the configuration.
 pub fn source(args: &PlanArgs, source: ConfigSource) -> ConfigSource {
@@ -103,8 +105,15 @@ pub fn words(plan: &TrainingPlan, report: &SearchReport) -> String {
         0 => String::new(),
         rest => format!("; {rest} that are almost the same are left out (--json has all)"),
     };
+    let [share, ..] = plan.config.memory.shares();
+    let above = match shown.iter().any(|point| point.above_target) {
+        true => format!(
+            "{ABOVE} fills more of the load line than memory.target_utilization ({share}) lets a choice fill\n"
+        ),
+        false => String::new(),
+    };
     out.push_str(&format!(
-        "\nmemory against time, every line a plan that fits{rest}:\n{}",
+        "\nmemory against time, every line a plan that fits{rest}:\n{}{above}",
         table::render(&rows)
     ));
     out
@@ -154,7 +163,7 @@ fn line(point: &FrontPoint) -> Vec<String> {
         _ => String::new(),
     };
     row![
-        ByteSize(point.device_peak_bytes),
+        format!("{}{}", ByteSize(point.device_peak_bytes), if point.above_target { ABOVE } else { "" }),
         seconds(point.step_seconds),
         format!("{:.0}", point.tokens_per_second),
         point.quality,
@@ -178,6 +187,7 @@ mod tests {
             step_seconds,
             tokens_per_second: 1.0 / step_seconds,
             quality,
+            above_target: false,
             config: RawConfig::default(),
         };
         let front = [

@@ -6,15 +6,12 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::SystemTime;
 
 use plimsoll_plan::config::Imported;
-use plimsoll_train::CONFIG_FILE;
+use plimsoll_train::{CONFIG_FILE, LOCK};
 use plimsoll_watch::{PlanView, RunFiles, View, now};
 
 use crate::args::{ConfigSource, MachineArgs};
 use crate::asked::Asked;
 use crate::failure::Failure;
-
-/// The file that a run locks before it writes anything else.
-const LOCK: &str = ".plimsoll.lock";
 
 /// A run, and what is known of it.
 pub struct Followed {

@@ -363,6 +363,10 @@ fn contradictions_are_refused_with_both_places() {
             "weights are shared within a machine, whose number of ranks is not known here; set parallel.shard_size to it",
         ),
         (
+            "model: x\nparallel: {data_parallel: 6, shard_size: 3}",
+            "groups of ranks share nothing in stage 0; set parallel.zero_stage to 1, 2 or 3, or leave parallel.shard_size out",
+        ),
+        (
             "model: x\nparallel: {data_parallel: 6, shard_size: 4, zero_stage: 3}",
             "6 ranks hold the same weights, which fall into no groups of 4; set parallel.shard_size to a divisor of 6",
         ),
