@@ -80,7 +80,7 @@ impl Asked {
         make: &mut dyn FnMut(&Machine) -> Result<P, Failure>,
     ) -> Result<(P, PlanSpeeds), Failure> {
         if let Some(target) = &self.target {
-            let machine = machine_of(target, &self.config, &self.origin);
+            let machine = machine_of(target, &self.config, &self.origin, progress);
             return Ok((make(&machine)?, PlanSpeeds::of_catalogue(target)));
         }
         let engine = Engine::for_ranks(self.ranks_here())?;
@@ -108,9 +108,10 @@ fn has_budget(config: &RawConfig) -> bool {
 }
 
 /// What the planner needs to know of a machine of the catalogue or of a file. On a CPU a tokenizer is in the same memory.
-pub fn machine_of(target: &Target, config: &RawConfig, origin: &ModelOrigin) -> Machine {
+pub fn machine_of(target: &Target, config: &RawConfig, origin: &ModelOrigin, progress: Progress) -> Machine {
     let machine = target.machine(plimsoll_train::host_bytes_per_token(config));
-    let tokenizer = target.device.cpu.as_ref().map_or(0, |_| tokenizer_bytes(origin.spec().vocab_size));
+    let tokenizer =
+        target.device.cpu.as_ref().map_or(0, |_| tokenizer_bytes(origin.spec().vocab_size, progress));
     Machine { overhead_bytes: machine.overhead_bytes.saturating_add(tokenizer), ..machine }
 }
 

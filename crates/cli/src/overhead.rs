@@ -46,11 +46,11 @@ pub enum Progress {
 
 /// What a process with these threads and a tokenizer of so many tokens takes beside its arenas.
 pub fn overhead_bytes(pool: &Pool, tokens: u64, progress: Progress) -> u64 {
-    let (program, of_token) = match progress {
-        Progress::Planning | Progress::Ready => (PROGRAM, OF_TOKEN),
-        Progress::PlanningAnswers => (PROGRAM_THAT_ANSWERS, OF_TOKEN_TO_ANSWER),
+    let program = match progress {
+        Progress::Planning | Progress::Ready => PROGRAM,
+        Progress::PlanningAnswers => PROGRAM_THAT_ANSWERS,
     };
-    let stated = stated_bytes(program, pool).saturating_add(tokens.saturating_mul(of_token));
+    let stated = stated_bytes(program, pool).saturating_add(tokenizer_bytes(tokens, progress));
     counted(stated, measured_bytes(pool), progress)
 }
 
@@ -60,8 +60,11 @@ pub fn overhead_without_tokenizer(pool: &Pool) -> u64 {
 }
 
 /// What a tokenizer of so many tokens adds to that.
-pub fn tokenizer_bytes(tokens: u64) -> u64 {
-    tokens.saturating_mul(OF_TOKEN)
+pub fn tokenizer_bytes(tokens: u64, progress: Progress) -> u64 {
+    tokens.saturating_mul(match progress {
+        Progress::Planning | Progress::Ready => OF_TOKEN,
+        Progress::PlanningAnswers => OF_TOKEN_TO_ANSWER,
+    })
 }
 
 fn stated_bytes(program: u64, pool: &Pool) -> u64 {

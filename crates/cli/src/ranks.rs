@@ -2,6 +2,7 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::IsTerminal;
+use std::path::PathBuf;
 #[cfg(unix)]
 use std::process::Child;
 use std::process::{Command, ExitStatus, Stdio};
@@ -295,11 +296,31 @@ pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
     Ok(Started { ranks: ranks.size(), of_each_machine })
 }
 
+/// The ranks of this machine that have `what` alike.
+fn beside(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<usize>, Failure> {
+    let own = ranks.rank() as usize;
+    let all = on_each_machine(ranks, what)?;
+    Ok(all.into_iter().find(|beside| beside.contains(&own)).unwrap_or_else(|| vec![own]))
+}
+
 /// How many of them are on this machine.
 pub fn of_this_machine(ranks: &dyn Communicator) -> Result<u32, Failure> {
-    let machines = on_each_machine(ranks, &())?;
-    let here = machines.iter().find(|machine| machine.contains(&(ranks.rank() as usize)));
-    Ok(here.map_or(1, |here| u32::try_from(here.len()).unwrap_or(u32::MAX)))
+    Ok(u32::try_from(beside(ranks, &())?.len()).unwrap_or(u32::MAX))
+}
+
+/// How many of them a limit of memory holds together, which stands in this file of this rank's.
+pub fn of_this_group(ranks: &dyn Communicator, limit: Option<PathBuf>) -> Result<u32, Failure> {
+    // Files of containers are called alike.
+    let spaces = ["cgroup", "mnt"].map(|space| std::fs::read_link(format!("/proc/self/ns/{space}")).ok());
+    Ok(u32::try_from(beside(ranks, &(limit, spaces))?.len()).unwrap_or(u32::MAX))
+}
+
+/// A number of every rank of this machine, added up.
+pub fn sum_on_this_machine(ranks: &dyn Communicator, bytes: u64) -> Result<u64, Failure> {
+    let here = beside(ranks, &())?;
+    let all = ranks.gather_numbers(&[bytes as f64]).map_err(|error| Failure::other(error.to_string()))?;
+    let of_rank = |rank: &usize| all.get(*rank).and_then(|told| told.first()).copied().unwrap_or(0.0);
+    Ok(here.iter().map(of_rank).sum::<f64>() as u64)
 }
 
 #[cfg(feature = "mpi")]
@@ -310,7 +331,7 @@ mod mpi {
     use plimsoll_mpi::{MpiError, MpiRanks};
     use plimsoll_parallel::Communicator;
 
-    use super::{Joined, host, on_each_machine};
+    use super::{Joined, beside, host};
     use crate::failure::Failure;
 
     pub fn join() -> Result<Joined, Failure> {
@@ -327,9 +348,8 @@ mod mpi {
     /// Ranks of one machine that may all run on the same cores keep to cores of their own.
     fn share_cores(ranks: &dyn Communicator) -> Result<(), Failure> {
         let cores = cores_of_process();
-        let all = on_each_machine(ranks, &cores)?;
         let own = ranks.rank() as usize;
-        let beside = all.into_iter().find(|beside| beside.contains(&own)).unwrap_or_default();
+        let beside = beside(ranks, &cores)?;
         let place = beside.iter().position(|rank| *rank == own).unwrap_or(0);
         let count = beside.len().max(1);
         if count > 1 && !cores.is_empty() {

@@ -126,6 +126,8 @@ pub struct Engine {
     pub card: Option<Arc<OpenCard>>,
     /// Ranks that share the machine's memory and disk, this one among them.
     ranks: u32,
+    /// Those of them that are in its control group.
+    of_group: u32,
     /// Whether the ranks are to come: this process plans for them and is none of them.
     ahead: bool,
     /// Whether the machine is measured although it was before.
@@ -160,6 +162,7 @@ impl Engine {
             isa,
             card: None,
             ranks: 1,
+            of_group: 1,
             ahead: false,
             again,
             speeds: OnceCell::new(),
@@ -172,15 +175,17 @@ impl Engine {
         threads: Option<usize>,
         device: DeviceChoice,
     ) -> Result<Engine, Failure> {
-        let here = ranks::of_this_machine(ranks)?;
-        Ok(Engine { card: card::open(device, ranks)?, ranks: here, ..Engine::start(threads)? })
+        let engine = Engine::start(threads)?;
+        let group = engine.hardware.memory.container.as_ref().map(|limit| limit.file.clone());
+        let (here, of_group) = (ranks::of_this_machine(ranks)?, ranks::of_this_group(ranks, group)?);
+        Ok(Engine { card: card::open(device, ranks)?, ranks: here, of_group, ..engine })
     }
 
     /// One like that of each of so many ranks that are to share this machine: with its share of the cores.
     pub fn for_ranks(ranks: u32) -> Result<Engine, Failure> {
         let share = |cores: usize| (cores / ranks.max(1) as usize).max(1);
         let threads = (ranks > 1).then(|| share(Hardware::detect().cpu.threads.min(MOST_THREADS)));
-        Ok(Engine { ranks, ahead: true, ..Engine::start(threads)? })
+        Ok(Engine { ranks, of_group: ranks, ahead: true, ..Engine::start(threads)? })
     }
 
     /// Ranks that share this machine.
@@ -188,10 +193,16 @@ impl Engine {
         self.ranks
     }
 
+    /// What this machine has free, for all ranks on it; `None` of a card, and where nobody knows.
+    pub fn free_bytes(&self) -> Option<u64> {
+        let all = ProcessLimits::detect().available.filter(|_| self.card.is_none())?;
+        Some(all.saturating_sub(resident_bytes()))
+    }
+
     /// What a rank may take of this machine.
     fn limits(&self) -> ProcessLimits {
         let own = if self.ahead { 0 } else { resident_bytes() };
-        ProcessLimits::detect().shared_by(self.ranks, own)
+        ProcessLimits::detect().shared_by(self.ranks, self.of_group, own)
     }
 
     /// What this machine can do. It is measured if it never was.

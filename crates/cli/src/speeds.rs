@@ -176,7 +176,7 @@ impl PlanSpeeds {
         let (name, threads) = (cpu.name.as_deref().unwrap_or(cpu.architecture), engine.pool.threads());
         let shared = match engine.ranks() {
             1 => String::new(),
-            ranks => format!(" for each of {ranks} ranks, which share cores, memory and disk"),
+            ranks => format!(" for each of {ranks} ranks, which share cores and memory"),
         };
         let cpu = format!("{name}, {threads} thread{}{shared}", if threads == 1 { "" } else { "s" });
         PlanSpeeds {

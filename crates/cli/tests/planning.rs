@@ -65,7 +65,7 @@ fn a_plan_for_ranks_divides_them_as_it_is_told_or_as_is_fastest() {
             .as_f64()
             .unwrap()
     });
-    assert!(lines[1] < 0.75 * lines[0], "{lines:?}");
+    assert!(lines[1] < lines[0], "{lines:?}");
     assert!(text(&plan(&["--ranks", "2"]).stdout).contains("for each of 2 ranks"));
     let open = [
         "--set",
@@ -136,9 +136,11 @@ fn a_machine_that_was_calibrated_is_planned_for_here_and_elsewhere() {
         |more: &[&str]| json(&run(&[&["plan", "c.yaml", "--memory", "256MiB", "--json"], more].concat()));
     let (here, elsewhere) = (plan(&[]), plan(&["--hardware", "here.yaml"]));
     assert_eq!(here["time"], elsewhere["time"]);
-    for bytes in ["peak_bytes", "overhead_bytes"] {
-        assert_eq!(here["memory"]["device"][bytes], elsewhere["memory"]["device"][bytes], "{bytes}");
-    }
+    let bytes = |plan: &Value, of: &str| plan["memory"]["device"][of].as_u64().unwrap();
+    assert_eq!(bytes(&here, "peak_bytes"), bytes(&elsewhere, "peak_bytes"));
+    // What was measured here may be more than what is stated.
+    assert!(bytes(&here, "overhead_bytes") >= bytes(&elsewhere, "overhead_bytes"), "{here} {elsewhere}");
+    assert!(bytes(&elsewhere, "overhead_bytes") >= 30 << 20, "{elsewhere}");
     let words = run(&["hardware", "here.yaml"]);
     assert!(words.status.success(), "{}", text(&words.stderr));
     let nowhere = run(&["calibrate", "-o", "no/such/folder/here.yaml"]);

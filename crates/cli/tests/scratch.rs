@@ -129,7 +129,7 @@ fn slots_that_no_expert_has_use_for_are_refused() {
         ["train", "c.yaml"].into_iter().chain(mixture.iter().map(String::as_str)).collect();
     ok(folder.path(), &begin);
     let said = |method: &str, slots: &str| {
-        let (method, slots) = (format!("training.method={method}"), format!("memory.expert_slots={slots}"));
+        let (method, slots) = (format!("training={{{method}}}"), format!("memory.expert_slots={slots}"));
         let sets = set(&["model=base", &method, &slots]);
         let arguments: Vec<&str> =
             ["plan", "c.yaml"].into_iter().chain(sets.iter().map(String::as_str)).collect();
@@ -137,13 +137,14 @@ fn slots_that_no_expert_has_use_for_are_refused() {
         (output.status.code(), text(&output.stderr))
     };
     for (method, slots, words) in [
-        ("full", "2", "set training.method to lora or qlora"),
-        ("lora", "9", "the model has 8 experts in all its layers"),
+        ("", "2", "set training.method to lora or qlora"),
+        ("method: full", "2", "set training.method to lora or qlora"),
+        ("method: lora", "9", "the model has 8 experts in all its layers"),
     ] {
         let (code, error) = said(method, slots);
         assert!(code == Some(2) && error.contains(words), "{error}");
     }
-    for (method, slots) in [("full", "0"), ("lora", "8")] {
+    for (method, slots) in [("method: full", "0"), ("method: lora", "8")] {
         assert_eq!(said(method, slots).0, Some(0), "{method} {slots}");
     }
 }

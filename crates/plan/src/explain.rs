@@ -108,7 +108,12 @@ impl TrainingPlan {
         };
         let own = Planned::of(&self.choice, self.limits);
         let open = (asked.is_fixed() && asked.may_be_auto()).then(|| "auto".to_owned());
-        let values = shaping.neighbours(&resolved, &value).into_iter().chain(open);
+        // Another model is another question: its plan is not made here.
+        let values = match key.starts_with("model.") {
+            true => Vec::new(),
+            false => shaping.neighbours(&resolved, &value).into_iter().chain(open).collect(),
+        };
+        let values = values.into_iter();
         let mut neighbours: Vec<Neighbour> =
             values.map(|value| self.neighbour(shaping, value, origin)).collect();
         // That a value does not go with the rest is nothing to read of a key that may have nothing to do with the plan.

@@ -101,15 +101,19 @@ impl ProcessLimits {
         }
     }
 
-    /// Those of one of so many processes that share what this machine and its control groups have free, where each has `own` bytes
-    /// already. What the shell limits each has to itself.
+    /// Those of one of so many processes that share what this machine has free, of which so many are in one control group, where each has
+    /// `own` bytes already. What the shell limits each has to itself.
     #[must_use]
-    pub fn shared_by(self, processes: u32, own: u64) -> ProcessLimits {
-        let share = |all: u64| {
+    pub fn shared_by(self, of_machine: u32, of_group: u32, own: u64) -> ProcessLimits {
+        let share = |all: u64, processes: u32| {
             let own = own.min(all);
             own.saturating_add((all - own) / u64::from(processes.max(1)))
         };
-        ProcessLimits { available: self.available.map(share), container: self.container.map(share), ..self }
+        ProcessLimits {
+            available: self.available.map(|all| share(all, of_machine)),
+            container: self.container.map(|all| share(all, of_group)),
+            ..self
+        }
     }
 
     /// What `ulimit -v` leaves beyond what the process has.
@@ -182,13 +186,14 @@ mod tests {
             address_space: Some(800),
             data: Some(700),
         };
-        assert_eq!(all.shared_by(1, 100), all);
-        let four = all.shared_by(4, 100);
+        assert_eq!(all.shared_by(1, 1, 100), all);
+        let four = all.shared_by(4, 4, 100);
         assert_eq!((four.available, four.container), (Some(325), Some(225)));
+        assert_eq!(all.shared_by(4, 1, 100).container, all.container);
         assert_eq!((four.address_space, four.data), (all.address_space, all.data));
         // Before there are any, all that is free is theirs.
-        assert_eq!(all.shared_by(4, 0).available, Some(250));
-        assert_eq!(all.shared_by(4, 2000).available, Some(1000));
+        assert_eq!(all.shared_by(4, 4, 0).available, Some(250));
+        assert_eq!(all.shared_by(4, 4, 2000).available, Some(1000));
     }
 
     #[test]

@@ -128,6 +128,8 @@ fn other_keys_get_a_word() {
     assert_eq!((rate.chosen_by, rate.neighbours.len()), (ChosenBy::Default, 0));
     assert!(rate.reason.starts_with("planning does not decide training.learning_rate"), "{}", rate.reason);
     assert!(rate.reason.ends_with("the plan takes the same memory and time."), "{}", rate.reason);
+    let (_, width) = explained(&[line], "model.from_scratch.hidden_size");
+    assert!(width.neighbours.is_empty() && !width.reason.contains("same memory"), "{}", width.reason);
     // What no list names may shape the plan all the same.
     let (plan, budget) = explained(&[line], "memory.device_budget");
     assert!(budget.reason.starts_with("memory.device_budget is "), "{}", budget.reason);

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use crate::checkpoint::{Checkpoint, TrainerState, put_back};
 use crate::{Report, TrainError};
 
-/// The file in a run's folder that the run locks, before it writes anything else. It holds the owner's process id and the name of its
-/// machine.
+/// The file in a run's folder that the run locks, before it writes anything else. It holds the owner's process id, the name of its
+/// machine and which numbering of processes the id is of.
 pub const LOCK: &str = ".plimsoll.lock";
 
 /// How often a lock is tried for whose file the owner before has just removed.
@@ -145,17 +145,20 @@ impl Drop for OutputFolder {
     }
 }
 
-/// Whether the run in a folder was killed, as far as this machine can tell: its lock names a process of this machine, and there is
-/// none of that number. Nothing is locked to find it out.
+/// Which numbering of processes this process is in: containers have their own.
+fn numbering() -> Option<String> {
+    Some(std::fs::read_link("/proc/self/ns/pid").ok()?.display().to_string())
+}
+
+/// Whether the run in a folder was killed, as far as this machine can tell: its lock names a process of this machine and of our numbering,
+/// and there is none of that number. Nothing is locked to find it out.
 pub fn was_killed(folder: &Path) -> bool {
     let Ok(owner) = std::fs::read_to_string(folder.join(LOCK)) else { return false };
     let mut words = owner.split_whitespace();
     let process = words.next().and_then(|id| id.parse::<u32>().ok());
     let is_here = words.next().is_some_and(|name| host().as_deref() == Some(name));
-    // Without a list of processes nothing is known.
-    is_here
-        && Path::new("/proc/self").exists()
-        && process.is_some_and(|id| !Path::new("/proc").join(id.to_string()).exists())
+    let is_ours = words.next().is_some_and(|name| numbering().as_deref() == Some(name));
+    is_here && is_ours && process.is_some_and(|id| !Path::new("/proc").join(id.to_string()).exists())
 }
 
 /// What came of an attempt to lock.
@@ -172,7 +175,9 @@ enum Attempt {
 fn note_owner(file: &mut File) -> io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;
-    writeln!(file, "{} {}", std::process::id(), host().unwrap_or_default())
+    let parts = [Some(std::process::id().to_string()), host(), numbering()];
+    let parts: Vec<String> = parts.into_iter().map_while(|part| part).collect();
+    writeln!(file, "{}", parts.join(" "))
 }
 
 /// The owner that a lock's file names, in words.

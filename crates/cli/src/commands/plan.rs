@@ -236,7 +236,12 @@ impl<'a> Answer<'a> {
         out.push_str(&describe(plan, &self.speeds));
         out.push_str(&whole_run(plan, self.cost.map(|cost| cost.steps), None, 0));
         if let Some(cost) = &self.cost {
-            out.push_str(&cost::words(cost, args, asked.target.as_ref()));
+            out.push_str(&cost::words(
+                cost,
+                cost::devices(plan, asked.target.as_ref()),
+                args,
+                asked.target.as_ref(),
+            ));
         }
         if !plan.fits() {
             out.push_str(&format!("\n{}{}", misfits(plan), remedies(plan)));

@@ -27,7 +27,7 @@ use crate::progress::TrainingProgress;
 use crate::ranks;
 use crate::row;
 use crate::screen::{self, Restorer};
-use crate::session::{Engine, answers, load_config_on};
+use crate::session::{Engine, answers, load_config_on, resident_bytes};
 use crate::signals::StopSignals;
 use crate::speeds::PlanSpeeds;
 use crate::table;
@@ -168,18 +168,22 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if engine.card.is_none() {
         kept_so_far(plan.load_line)?;
     }
-    let limits = plan.machine.limits;
-    if let Some(available) = limits.available.filter(|available| plan.process_bytes() > *available) {
-        return Err(Failure::does_not_fit(format!(
-            "the plan needs {}, within the load line of {}, but this machine has only {} to give{}",
-            ByteSize(plan.process_bytes()),
-            ByteSize(plan.load_line.bytes),
-            ByteSize(available),
-            match engine.ranks() {
-                1 => String::new(),
-                ranks => format!(" to each of {ranks} ranks"),
-            }
-        )));
+    let own = resident_bytes();
+    let needed = ranks::sum_on_this_machine(ranks, plan.process_bytes().saturating_sub(own))?;
+    if let Some(free) = engine.free_bytes().filter(|free| needed > *free) {
+        return Err(Failure::does_not_fit(match engine.ranks() {
+            1 => format!(
+                "the plan needs {}, within the load line of {}, but this machine has only {} to give",
+                ByteSize(plan.process_bytes()),
+                ByteSize(plan.load_line.bytes),
+                ByteSize(free.saturating_add(own))
+            ),
+            ranks => format!(
+                "the plans of the {ranks} ranks here need {} together beyond what they have, and this machine has only {} free",
+                ByteSize(needed),
+                ByteSize(free)
+            ),
+        }));
     }
     // Nobody begins before everybody has room.
     ranks.gather_numbers(&[]).map_err(TrainError::from)?;

@@ -357,7 +357,8 @@ impl Sample {
                         return Err(Skip::new(SkipReason::UnknownRole, detail));
                     }
                     if turn.is_wordless_answer(known) {
-                        let calls = turn.message.more.contains_key("tool_calls") && !known("tool_calls");
+                        let calls =
+                            turn.message.more.get("tool_calls").is_some_and(|calls| !is_nothing(calls));
                         let what = if calls {
                             " but calls of tools, which the chat template does not write"
                         } else {
@@ -522,5 +523,9 @@ mod tests {
             "{}",
             skip.detail
         );
+        let silent = json!({ "role": "assistant", "content": "", "tool_calls": [] });
+        let record = json!({ "messages": [{ "role": "user", "content": "a" }, silent] });
+        let skip = read(record).unwrap().check(&|_| false).unwrap_err();
+        assert_eq!(skip.detail, "message 2: the assistant says nothing");
     }
 }

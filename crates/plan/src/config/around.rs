@@ -189,7 +189,10 @@ impl<'k> Shaping<'k> {
     /// The value does not go with the others.
     pub fn with(&self, config: &RawConfig, value: &str, sequences: u64) -> Result<RawConfig, ConfigError> {
         let mut config = config.clone();
-        let unset = self.unsets.iter().map(|key| format!("{key}=null"));
+        // Where nothing is shared there are no groups that share.
+        let groups = ("parallel.zero_stage", "0") == (self.key, value);
+        let unset = self.unsets.iter().copied().chain(groups.then_some("parallel.shard_size"));
+        let unset = unset.map(|key| format!("{key}=null"));
         let batch = self.keeps_batch.then(|| format!("training.effective_batch_size={sequences}"));
         let own = format!("{}={value}", self.key);
         for assignment in unset.chain(batch).chain([own]) {

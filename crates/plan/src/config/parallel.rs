@@ -207,7 +207,8 @@ impl RawConfig {
                 &format!("leave one of them out: {strategy} is stage {same}"),
             );
         }
-        if let (Some(size), 0, 0, false) = (parallel.shard_size, stage, same, parallel.has_open_stage()) {
+        if let (Some(size @ 2..), 0, 0, false) = (parallel.shard_size, stage, same, parallel.has_open_stage())
+        {
             conflicts(self.conflicting("parallel.shard_size", size), errors)(
                 self.conflicting("parallel.zero_stage", stage),
                 "groups of ranks share nothing in stage 0",

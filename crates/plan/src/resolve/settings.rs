@@ -136,7 +136,7 @@ pub(crate) fn check_model(config: &RawConfig, spec: &ModelSpec) -> Result<(), St
     let slots = config.memory.expert_slots().set().filter(|slots| *slots > 0);
     let experts = expert_slots::of_use(spec).map_or(0, |slots| u64::from(*slots.end()));
     match slots {
-        Some(_) if training.method == Some(Method::Full) => return Err(StepError::TrainedExperts),
+        Some(_) if training.method() == Method::Full => return Err(StepError::TrainedExperts),
         Some(slots) if slots > experts => return Err(StepError::TooManyExpertSlots { slots, experts }),
         _ => {}
     }

@@ -110,7 +110,8 @@ fn a_run_that_says_no_more_is_told_from_one_that_has_ended() {
 fn a_run_that_was_killed_has_ended() {
     let mut run = Run::new();
     let (start, host) = (now(), std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap());
-    let lock = |process: u32, host: &str| format!("{process} {host}\n");
+    let numbering = std::fs::read_link("/proc/self/ns/pid").unwrap();
+    let lock = |process: u32, host: &str| format!("{process} {} {}\n", host.trim(), numbering.display());
     let killed = State::Ended(KILLED.to_owned());
     run.write(LOCK, &lock(u32::MAX, &host));
     assert_eq!(run.look(start), &killed);
@@ -118,7 +119,8 @@ fn a_run_that_was_killed_has_ended() {
     run.record(None, start);
     assert_eq!(run.look(start + 5.0), &State::Running);
     assert_eq!(run.look(start + 90.0), &killed);
-    for other in [lock(std::process::id(), &host), lock(u32::MAX, "another"), "no lock".to_owned()] {
+    for other in [lock(std::process::id(), &host), lock(u32::MAX, "another"), format!("{} {host}", u32::MAX)]
+    {
         run.write(LOCK, &other);
         assert!(matches!(run.look(start + 90.0), State::Silent(_)), "{other}");
     }

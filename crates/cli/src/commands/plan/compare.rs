@@ -10,6 +10,7 @@ use crate::asked::{load_config_for, machine_of, target_named};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
+use crate::overhead::Progress;
 use crate::row;
 use crate::table;
 use crate::units::{count, seconds};
@@ -32,7 +33,7 @@ pub fn named(args: &PlanArgs, source: &ConfigSource) -> Result<(), Failure> {
             origin = Some(models::origin(&config, Need::Shape, args.json)?);
         }
         let Some(origin) = &origin else { continue };
-        let machine = machine_of(&target, &config, origin);
+        let machine = machine_of(&target, &config, origin, Progress::Planning);
         let plan = match args.json {
             true => TrainingPlan::for_model(&config, origin, &machine)?,
             false => TrainingPlan::in_brief(&config, origin, &machine)?,
@@ -49,8 +50,13 @@ pub fn show(args: &PlanArgs, plans: Vec<(Target, TrainingPlan)>) -> Result<(), F
         .into_iter()
         .map(|(target, plan)| {
             let known = cost::of(&plan, args, Some(&target));
-            let billion =
-                || plan.cost(Some(cost::BILLION), target.devices(), cost::prices(args, Some(&target)));
+            let billion = || {
+                plan.cost(
+                    Some(cost::BILLION),
+                    target.devices(),
+                    cost::prices(args, target.devices(), Some(&target)),
+                )
+            };
             let cost = known.or_else(billion);
             Line { target, plan, cost }
         })

@@ -1,6 +1,6 @@
 //! What a run costs.
 
-use plimsoll_plan::{Price, RunCost, Target, TrainingPlan};
+use plimsoll_plan::{Price, ProcessLimits, RunCost, Target, TrainingPlan};
 
 use crate::args::PlanArgs;
 use crate::units::{count, seconds};
@@ -8,10 +8,16 @@ use crate::units::{count, seconds};
 /// Tokens of a run whose length nobody has said.
 pub const BILLION: u64 = 1_000_000_000;
 
-/// Dollars an hour for all devices: those that the user pays, or those of the catalogue. This machine is one device.
-pub fn prices(args: &PlanArgs, target: Option<&Target>) -> Option<[f64; 2]> {
+/// Devices of a run: those of its machine, or one for each rank that has a machine of its own. This machine is one.
+pub fn devices(plan: &TrainingPlan, target: Option<&Target>) -> u64 {
+    let elsewhere = plan.machine.limits == ProcessLimits::NONE;
+    target.map_or(if elsewhere { u64::from(plan.config.ranks()) } else { 1 }, Target::devices)
+}
+
+/// Dollars an hour for so many devices: what the user pays, or as the catalogue has it.
+pub fn prices(args: &PlanArgs, devices: u64, target: Option<&Target>) -> Option<[f64; 2]> {
     match args.price {
-        Some(price) => Some([price, price].map(|price| price * target.map_or(1, Target::devices) as f64)),
+        Some(price) => Some([price, price].map(|price| price * devices as f64)),
         None => target.and_then(Target::dollars_an_hour),
     }
 }
@@ -21,12 +27,12 @@ pub fn of(plan: &TrainingPlan, args: &PlanArgs, target: Option<&Target>) -> Opti
     if target.is_none() && args.tokens.is_none() && args.price.is_none() {
         return None;
     }
-    plan.cost(args.tokens, target.map_or(1, Target::devices), prices(args, target))
+    let devices = devices(plan, target);
+    plan.cost(args.tokens, devices, prices(args, devices, target))
 }
 
 /// The same in words.
-pub fn words(cost: &RunCost, args: &PlanArgs, target: Option<&Target>) -> String {
-    let devices = target.map_or(1, Target::devices);
+pub fn words(cost: &RunCost, devices: u64, args: &PlanArgs, target: Option<&Target>) -> String {
     let each = match devices {
         1 => String::new(),
         _ => format!(", {} device hours", hours(cost.device_hours)),

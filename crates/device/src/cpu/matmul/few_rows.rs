@@ -23,8 +23,9 @@ use crate::cpu::kernels::Dither;
 const MAX_ROWS: usize = crate::op::FEW_ROWS;
 /// Bytes of B that a task streams, about. The tasks of a thread follow each other, so that they may be small.
 const TASK_BYTES: usize = 16 << 10;
-/// How far ahead of its use B is fetched, in bytes at least: some hundred nanoseconds of a core's share of the memory.
-const AHEAD: usize = 8192;
+/// How far ahead of its use B is fetched, in bytes at least: some hundred nanoseconds of a core's share of the memory. Twice as much made
+/// products with Q6_K 9 % slower on an EPYC of Zen 3, and half as much 5 % faster.
+const AHEAD: usize = 4096;
 
 /// Values of a column that are decoded at a time: whole blocks of every type.
 const DECODED: usize = 256;
