@@ -94,9 +94,7 @@ impl Asked {
         let speeds = PlanSpeeds::of(&engine, folder.as_deref(), self.elsewhere);
         Ok((plan, speeds))
     }
-}
 
-impl Asked {
     /// Ranks that are to share this machine.
     fn ranks_here(&self) -> u32 {
         if self.elsewhere { 1 } else { self.config.ranks() }

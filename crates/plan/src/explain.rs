@@ -222,7 +222,7 @@ impl Reason<'_> {
         match values.is_empty() {
             true => format!("{}.", self.whose(neighbours)),
             false => format!(
-                "{}. With {} the plan takes the same memory and time.",
+                "{}. With {} a step takes the same memory and time.",
                 self.whose(neighbours),
                 values.join(" or ")
             ),

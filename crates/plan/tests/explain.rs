@@ -127,7 +127,7 @@ fn other_keys_get_a_word() {
     let (_, rate) = explained(&[line], "training.learning_rate");
     assert_eq!((rate.chosen_by, rate.neighbours.len()), (ChosenBy::Default, 0));
     assert!(rate.reason.starts_with("planning does not decide training.learning_rate"), "{}", rate.reason);
-    assert!(rate.reason.ends_with("the plan takes the same memory and time."), "{}", rate.reason);
+    assert!(rate.reason.ends_with("a step takes the same memory and time."), "{}", rate.reason);
     let (_, width) = explained(&[line], "model.from_scratch.hidden_size");
     assert!(width.neighbours.is_empty() && !width.reason.contains("same memory"), "{}", width.reason);
     // What no list names may shape the plan all the same.
