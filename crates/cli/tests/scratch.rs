@@ -21,6 +21,11 @@ fn set(values: &[&str]) -> Vec<String> {
     values.iter().flat_map(|value| ["--set".to_owned(), (*value).to_owned()]).collect()
 }
 
+/// A command line with such values behind it.
+fn with<'a>(command: &[&'a str], values: &'a [String]) -> Vec<&'a str> {
+    command.iter().copied().chain(values.iter().map(String::as_str)).collect()
+}
+
 #[test]
 fn every_family_trains_is_saved_and_loads_again() {
     let folder = folder();
@@ -35,8 +40,7 @@ fn every_family_trains_is_saved_and_loads_again() {
         let experts =
             if family == "deepseek_v3" { set(&["model.from_scratch.num_experts=4"]) } else { Vec::new() };
         let values = [values, experts].concat();
-        let arguments: Vec<&str> =
-            ["train", "c.yaml", "--json"].into_iter().chain(values.iter().map(String::as_str)).collect();
+        let arguments = with(&["train", "c.yaml", "--json"], &values);
         let report: Value = serde_json::from_str(&ok(folder.path(), &arguments)).unwrap();
         assert_eq!(
             report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"],
@@ -125,14 +129,12 @@ fn slots_that_no_expert_has_use_for_are_refused() {
         "output.dir=base",
         "training.steps=1",
     ]);
-    let begin: Vec<&str> =
-        ["train", "c.yaml"].into_iter().chain(mixture.iter().map(String::as_str)).collect();
+    let begin = with(&["train", "c.yaml"], &mixture);
     ok(folder.path(), &begin);
     let said = |method: &str, slots: &str| {
         let (method, slots) = (format!("training={{{method}}}"), format!("memory.expert_slots={slots}"));
         let sets = set(&["model=base", &method, &slots]);
-        let arguments: Vec<&str> =
-            ["plan", "c.yaml"].into_iter().chain(sets.iter().map(String::as_str)).collect();
+        let arguments = with(&["plan", "c.yaml"], &sets);
         let output = plimsoll(folder.path(), &arguments);
         (output.status.code(), text(&output.stderr))
     };
@@ -165,8 +167,7 @@ fn moe_plus_plus_trains_is_saved_and_answers() {
         "training.router_jitter_noise=0.01",
         "training.steps=2",
     ]);
-    let arguments: Vec<&str> =
-        ["train", "c.yaml", "--json"].into_iter().chain(values.iter().map(String::as_str)).collect();
+    let arguments = with(&["train", "c.yaml", "--json"], &values);
     let report: Value = serde_json::from_str(&ok(folder.path(), &arguments)).unwrap();
     assert_eq!(report["planned"]["device_peak_bytes"], report["measured"]["device_peak_bytes"]);
     let metrics = std::fs::read_to_string(folder.path().join("out/metrics.jsonl")).unwrap();

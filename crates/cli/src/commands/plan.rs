@@ -15,7 +15,7 @@ mod waterfall;
 use std::io::Write;
 
 use plimsoll_model::catalogue;
-use plimsoll_plan::config::{Goal, Imported, RawConfig};
+use plimsoll_plan::config::{Imported, RawConfig};
 use plimsoll_plan::{
     Finder, Found, ModelOrigin, Need, RunCost, Sought, TimelineFormat, TrainingPlan, Waterfall,
     fitting_devices,
@@ -60,7 +60,6 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         out!("{answers}")?;
     }
     search::check(args, &asked)?;
-    check_device_sought(args, &asked)?;
     if args.elsewhere {
         asked = asked.elsewhere()?;
     }
@@ -98,28 +97,6 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
     }
     if answer.plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
-}
-
-/// Refuses a machine, or the memory of one, where a device is looked for.
-fn check_device_sought(args: &PlanArgs, asked: &Asked) -> Result<(), Failure> {
-    let goal =
-        asked.config.planning.goal.filter(|goal| matches!(goal, Goal::SmallestDevice | Goal::Cheapest));
-    let what = match (args.find, goal) {
-        (Some(Sought::Hardware), _) => "--find hardware".to_owned(),
-        (_, Some(goal)) => format!("the goal {goal}"),
-        _ => return Ok(()),
-    };
-    let named = [
-        ("--hardware", args.machine.hardware.is_some()),
-        ("--memory", args.source.memory.is_some()),
-        ("--elsewhere", args.elsewhere),
-    ];
-    match named.into_iter().find(|(_, is_said)| *is_said) {
-        Some((flag, _)) => Err(Failure::usage(format!(
-            "{what} looks for a device among all of the catalogue, each with its own memory; leave {flag} out"
-        ))),
-        None => Ok(()),
-    }
 }
 
 /// Behind a plan that was not searched for.
@@ -236,12 +213,7 @@ impl<'a> Answer<'a> {
         out.push_str(&describe(plan, &self.speeds));
         out.push_str(&whole_run(plan, self.cost.map(|cost| cost.steps), None, 0));
         if let Some(cost) = &self.cost {
-            out.push_str(&cost::words(
-                cost,
-                cost::devices(plan, asked.target.as_ref()),
-                args,
-                asked.target.as_ref(),
-            ));
+            out.push_str(&cost::words(cost, args, asked.target.as_ref()));
         }
         if !plan.fits() {
             out.push_str(&format!("\n{}{}", misfits(plan), remedies(plan)));

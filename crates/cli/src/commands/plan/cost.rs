@@ -9,7 +9,7 @@ use crate::units::{count, seconds};
 pub const BILLION: u64 = 1_000_000_000;
 
 /// Devices of a run: those of its machine, or one for each rank that has a machine of its own. This machine is one.
-pub fn devices(plan: &TrainingPlan, target: Option<&Target>) -> u64 {
+fn devices(plan: &TrainingPlan, target: Option<&Target>) -> u64 {
     let elsewhere = plan.machine.limits == ProcessLimits::NONE;
     target.map_or(if elsewhere { u64::from(plan.config.ranks()) } else { 1 }, Target::devices)
 }
@@ -32,10 +32,10 @@ pub fn of(plan: &TrainingPlan, args: &PlanArgs, target: Option<&Target>) -> Opti
 }
 
 /// The same in words.
-pub fn words(cost: &RunCost, devices: u64, args: &PlanArgs, target: Option<&Target>) -> String {
-    let each = match devices {
-        1 => String::new(),
-        _ => format!(", {} device hours", hours(cost.device_hours)),
+pub fn words(cost: &RunCost, args: &PlanArgs, target: Option<&Target>) -> String {
+    let each = match cost.device_hours > cost.hours {
+        true => format!(", {} device hours", hours(cost.device_hours)),
+        false => String::new(),
     };
     let date = target.filter(|_| args.price.is_none()).and_then(|target| target.price.as_ref());
     let date = date.map(|Price { date, .. }| date).filter(|date| !date.is_empty());

@@ -26,19 +26,37 @@ pub fn source(args: &PlanArgs, source: ConfigSource) -> ConfigSource {
     ConfigSource { set, ..source }
 }
 
-/// Refuses a picture of a search that is not asked for.
+/// Refuses a picture of a search that is not asked for; and a machine, or the memory of one, where a device is looked for.
 pub fn check(args: &PlanArgs, asked: &Asked) -> Result<(), Failure> {
-    match args.pareto.is_some() && asked.config.planning == Default::default() {
-        true => Err(Failure::usage("--pareto draws what a search finds: name a --goal or a --quality")),
-        false => Ok(()),
+    if args.pareto.is_some() && asked.config.planning == Default::default() {
+        return Err(Failure::usage("--pareto draws what a search finds: name a --goal or a --quality"));
     }
+    let what = match (args.find, goal_of_devices(asked)) {
+        (Some(Sought::Hardware), _) => "--find hardware".to_owned(),
+        (_, Some(goal)) => format!("the goal {goal}"),
+        _ => return Ok(()),
+    };
+    let named = [
+        ("--hardware", args.machine.hardware.is_some()),
+        ("--memory", args.source.memory.is_some()),
+        ("--elsewhere", args.elsewhere),
+    ];
+    match named.into_iter().find(|(_, is_said)| *is_said) {
+        Some((flag, _)) => Err(Failure::usage(format!(
+            "{what} looks for a device among all of the catalogue, each with its own memory; leave {flag} out"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The goal, where it asks for a device.
+fn goal_of_devices(asked: &Asked) -> Option<Goal> {
+    asked.config.planning.goal.filter(|goal| matches!(goal, Goal::SmallestDevice | Goal::Cheapest))
 }
 
 /// The device that a goal asks for, and the plan on it; `None` where the goal asks for none.
 pub fn device(asked: &Asked) -> Result<Option<(Target, TrainingPlan)>, Failure> {
-    let Some(goal @ (Goal::SmallestDevice | Goal::Cheapest)) = asked.config.planning.goal else {
-        return Ok(None);
-    };
+    let Some(goal) = goal_of_devices(asked) else { return Ok(None) };
     let of_token = plimsoll_train::host_bytes_per_token(&asked.config);
     let found = device_for_goal(&asked.config, &asked.origin, of_token, goal)?;
     Ok(Some(found.ok_or_else(|| nothing(goal))?))
