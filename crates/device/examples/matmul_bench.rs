@@ -126,14 +126,15 @@ impl Bench {
     /// y = x W^T and dx = dy W of a batch in bf16 and of a prompt in f32, with weights of every type.
     fn frozen(&self) -> Result<(), Box<dyn Error>> {
         self.frozen_of(512, DType::Bf16, Compute::Bf16)?;
-        self.frozen_of(256, DType::F32, Compute::F32)
+        self.frozen_of(256, DType::F32, Compute::F32)?;
+        self.frozen_of(256, DType::F32, Compute::Int8)
     }
 
     /// With so many tokens, as parts of the speed with weights of the type of the activations.
     fn frozen_of(&self, tokens: usize, plain: DType, compute: Compute) -> Result<(), Box<dyn Error>> {
         const SHAPES: [[usize; 2]; 4] = [[576, 576], [576, 1536], [1536, 576], [4096, 4096]];
         println!(
-            "{tokens} tokens, GFLOP/s and as a part of that with {plain} weights: fwd, dx of each shape"
+            "{tokens} tokens, {compute:?}: GFLOP/s and as a part of that with {plain} weights, fwd, dx of each shape"
         );
         let mut first = Vec::new();
         for dtype in [plain].into_iter().chain(DType::ALL.into_iter().filter(|dtype| dtype.is_block())) {

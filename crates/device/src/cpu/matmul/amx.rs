@@ -28,7 +28,7 @@ pub(super) const WIDTH: usize = 32;
 const TILE: usize = 16;
 
 /// Values of k in a step.
-const STEP_K: usize = STEP * Pairs::K_PER_UNIT;
+pub(super) const STEP_K: usize = STEP * Pairs::K_PER_UNIT;
 
 /// The units of a step for all lines of a panel.
 const STEP_OF_A: usize = HEIGHT * STEP;

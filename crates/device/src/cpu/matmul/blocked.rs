@@ -15,8 +15,8 @@ use super::tile::{Area, Block, CHAIN, Finish, Sums};
 use super::vector::MAX_LANES;
 use crate::{DType, PIECE_ROWS};
 
-/// Units of k in a block at most: C is read and written once for each block.
-const MAX_UNITS: usize = 3 * CHAIN;
+/// Chains of k in a block at most: C is read and written once for each block.
+const MAX_CHAINS: usize = 3;
 
 /// Values of k in a unit at most.
 const MAX_K_PER_UNIT: usize = 2;
@@ -83,11 +83,11 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let share_a = a.lines.count < b.lines.count;
     let (shared, strips) = if share_a { (a, b) } else { (b, a) };
 
-    let k_blocks = k.div_ceil(MAX_UNITS * kernels.k_per_unit).max(1);
+    let k_blocks = k.div_ceil(MAX_CHAINS * kernels.chain_k).max(1);
     // Whole chains, which begin at the same k wherever k ends.
-    let whole = if k_blocks > 1 { CHAIN * kernels.k_per_unit } else { 32 };
+    let whole = if k_blocks > 1 { kernels.chain_k } else { 32 };
     let k_block = k.div_ceil(k_blocks).next_multiple_of(whole);
-    let units = |k: usize| k.div_ceil(kernels.k_per_unit).next_multiple_of(kernels.step);
+    let units = |k: usize| k.div_ceil(kernels.step_k) * kernels.step_units;
     let panel = panel_stride(shared.width, units(k_block));
 
     // A narrow C cannot hold the sums from one block of k to the next.

@@ -11,7 +11,7 @@ use super::engine::{Engine, Rounded, Single};
 use super::few_rows::{self, Columns};
 use super::pack::{self, Lines, Panels};
 use super::storage::{self, Storage, by_storage};
-use super::tile::{self, Block, Tile};
+use super::tile::{self, Block, CHAIN, Tile};
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
 use super::vector::{Portable, Vector};
@@ -29,10 +29,13 @@ pub(super) struct Kernels {
     pub rows: usize,
     /// Lines in a panel of B: columns of a tile.
     pub columns: usize,
-    /// Values of k in a unit.
+    /// Values of k in a unit of a row of `pack_rows`.
     pub k_per_unit: usize,
-    /// Units that are multiplied together: panels hold a multiple of them.
-    pub step: usize,
+    /// Values of k that are packed together, and the units that they take in a panel, for each of its lines.
+    pub step_k: usize,
+    pub step_units: usize,
+    /// Values of k in a chain of additions. Blocks of k are whole chains.
+    pub chain_k: usize,
     /// Lines of A and of B: the lines, those to be packed, their values of k, the place for them.
     pub pack_a: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
     pub pack_b: unsafe fn(Lines, Range<usize>, Range<usize>, Panels),
@@ -49,7 +52,7 @@ pub(super) type Dequantize = unsafe fn(DType, *const u8, usize, usize, *mut f32)
 
 impl Kernels {
     /// The kernels for `compute` on `isa`, or on the best that this machine has where it lacks that one. Those of integers are in
-    /// `int8_rows`.
+    /// `int8`.
     pub fn new(isa: Isa, compute: Compute) -> &'static Kernels {
         match (isa.min(Isa::detect()), compute) {
             #[cfg(target_arch = "x86_64")]
@@ -102,7 +105,9 @@ macro_rules! kernels {
                 rows: $height,
                 columns: $vectors * <$engine as Engine>::V::LANES,
                 k_per_unit: <$engine as Engine>::K_PER_UNIT,
-                step: 1,
+                step_k: <$engine as Engine>::K_PER_UNIT,
+                step_units: 1,
+                chain_k: CHAIN * <$engine as Engine>::K_PER_UNIT,
                 pack_a: pack,
                 pack_b: pack,
                 multiply,
@@ -252,7 +257,8 @@ pub(super) mod amx_pairs {
     pub static KERNELS: Kernels = Kernels {
         rows: amx::HEIGHT,
         columns: amx::WIDTH,
-        step: amx::STEP,
+        step_k: amx::STEP_K,
+        step_units: amx::STEP,
         pack_a: amx::pack_a,
         pack_b,
         multiply: amx::multiply,

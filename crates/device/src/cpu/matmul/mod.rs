@@ -7,7 +7,7 @@ pub(super) mod cached;
 mod crew;
 mod engine;
 mod few_rows;
-mod int8_rows;
+mod int8;
 mod kernels;
 mod pack;
 mod storage;
@@ -189,9 +189,9 @@ unsafe fn run(
     c: Output,
     accumulate: bool,
 ) {
-    let with = |kernels| Product::new(kernels, a, b, c, accumulate);
-    let integers = (compute == Compute::Int8).then(|| with(int8_rows::kernels(isa))).filter(int8_rows::suits);
-    let product = integers.unwrap_or_else(|| with(Kernels::new(isa, compute.beside(a.dtype))));
+    let floats = Product::new(Kernels::new(isa, compute.beside(a.dtype)), a, b, c, accumulate);
+    let integers = if compute == Compute::Int8 { int8::product(isa, &floats) } else { None };
+    let product = integers.unwrap_or(floats);
     // SAFETY: as for this function.
     unsafe { run_on(&product, crew) }
 }

@@ -3,12 +3,12 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+use super::kernels::amx_pairs;
 use super::storage::element;
 use super::storage::tests::random_blocks;
 use super::tile::CHAIN;
-use super::{Operand, Output, SCRATCH_BYTES, matmul, matmul_serial};
-#[cfg(target_arch = "x86_64")]
-use super::{Product, crew::Alone, kernels::amx_pairs, run_on};
+use super::{Operand, Output, Product, SCRATCH_BYTES, crew::Alone, int8, matmul, matmul_serial, run_on};
 use crate::cpu::{Isa, Pool};
 use crate::{Compute, DType};
 
@@ -475,9 +475,10 @@ fn as_integers(a: &Matrix, case: Case) -> Matrix {
     for row in 0..case.m {
         for group in (0..case.k).step_by(32) {
             let values: Vec<f32> = (group..group + 32).map(|k| a.get(row, k)).collect();
-            let scale = values.iter().fold(0.0f32, |largest, x| largest.max(x.abs())) / 127.0;
+            let largest = values.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+            let (scale, factor) = (largest / 127.0, 127.0 / largest);
             for (value, k) in values.iter().zip(group..) {
-                let code = if scale > 0.0 { (value / scale).round_ties_even() } else { 0.0 };
+                let code = if scale > 0.0 { (value * factor).round_ties_even() } else { 0.0 };
                 let at = 4 * (row * rounded.view.row_stride + k);
                 rounded.bytes[at..at + 4].copy_from_slice(&(code * scale).to_le_bytes());
             }
@@ -543,12 +544,68 @@ fn few_rows_as_integers() {
     assert_eq!(types, 13);
 }
 
-/// Integers need whole blocks and few rows; else the product is that of f32, or of bf16 where the rows are.
+/// More rows than a few as integers, written out and by the machine: near the product of what they are rounded to, and the same bits on
+/// any number of threads and with other rows.
+#[test]
+fn more_rows_as_integers() {
+    let pools = pools([1, 3]);
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    let mut types = 0;
+    for dtype in block_types() {
+        if int8::tiles::written(dtype).is_none() {
+            continue;
+        }
+        types += 1;
+        for ((m, k, n), (a, c), accumulate) in [
+            ((25, 512, 13), (DType::F32, DType::F32), false),
+            ((30, 256, 71), (DType::F32, DType::Bf16), true),
+            ((61, 768, 32), (DType::Bf16, DType::F32), true),
+            ((28, 3328, 5), (DType::F16, DType::Bf16), true),
+            ((40, 4096, 40), (DType::F32, DType::F32), true),
+        ] {
+            let (a, b) = ((a, Layout::Rows), (dtype, Layout::Columns));
+            let case = Case { compute: Compute::Int8, a, b, c, accumulate, m, k, n };
+            let (a, b) = case.operands();
+            let rounded = as_integers(&a, case);
+            let written = case.run(a.view, b.view, |a, b, c| {
+                let kernels = int8::tiles::written(dtype).unwrap();
+                // SAFETY: the matrices own their memory, and C is another.
+                unsafe { run_on(&Product::new(kernels, a, b, c, accumulate), &mut Alone::new(&mut scratch)) }
+            });
+            case.verify(Isa::Portable, &rounded, &b, &written);
+            let floats = Case { compute: case.compute.beside(case.a.0), ..case };
+            for isa in Isa::available() {
+                let got = case.alone(isa, a.view, b.view, &mut scratch);
+                let amx = isa == Isa::Amx && case.a.0 == DType::Bf16;
+                if int8::tiles::kernels(isa, dtype).is_none() || amx {
+                    assert!(got == floats.alone(isa, a.view, b.view, &mut scratch), "{isa} {case:?}");
+                    continue;
+                }
+                case.verify(isa, &rounded, &b, &got);
+                for pool in &pools {
+                    assert!(
+                        got == case.on(pool, isa, a.view, b.view),
+                        "{isa} {case:?}: other bits on threads"
+                    );
+                }
+                let fewer = Case { m: 25, ..case };
+                let first = Operand { rows: 25, ..a.view };
+                let first = fewer.alone(isa, first, b.view, &mut scratch);
+                assert!(got[..first.len()] == first, "{isa} {case:?}: other bits with other rows");
+            }
+        }
+    }
+    assert_eq!(types, 13);
+}
+
+/// Integers need whole blocks, and without instructions for tiles of them few rows; else the product is that of f32, or of bf16 where the
+/// rows are.
 #[test]
 fn what_integers_do_not_suit_is_as_without() {
     let mut scratch = vec![0; SCRATCH_BYTES];
     for (m, k, b, layout) in [
-        (25, 256, DType::Q4_0, Layout::Columns),
+        (25, 300, DType::Q4K, Layout::Columns),
+        (25, 64, DType::Q8_0, Layout::Rows),
         (1, 300, DType::Q4K, Layout::Columns),
         (1, 40, DType::Q8_0, Layout::Columns),
         (2, 64, DType::Q8_0, Layout::Rows),

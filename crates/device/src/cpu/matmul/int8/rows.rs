@@ -1,36 +1,24 @@
-//! Products of a few rows of A, rounded to 8-bit integers, with a B of integer codes: a decoding step's x W^T, multiplied as the
-//! machine multiplies bytes.
+//! A few rows of A: a decoding step's x W^T.
 //!
-//! Each 32 values of a row share a scale, their largest magnitude / 127 (ggml's Q8_0, the scale in f32). Products of codes are
-//! added up exactly, 32 of them, four to a lane; times both scales they are added to the f32 lanes of a sum, group after group. So the
-//! result depends neither on the number of rows nor on how the bytes are multiplied: those of AVX2 and of VNNI are the same.
-
-mod codes;
-mod integers;
+//! Of the 32 products of a group, four are added up in each of eight lanes; these are added to the f32 lanes of a sum, group after group.
+//! So the result depends neither on the number of rows nor on how the bytes are multiplied: those of AVX2 and of VNNI are the same.
 
 use std::marker::PhantomData;
 
-use super::Product;
-use super::few_rows::{self, Columns, Dots};
-use super::kernels::Kernels;
-use super::pack::Lines;
-use super::storage::{self, GROUP, GroupScales, MAX_GROUPS, Storage, element};
-use super::tile::{LINE, prefetch};
-use crate::DType;
-use crate::cpu::Isa;
-use codes::{Codes, by_codes, has_codes};
+use super::codes::{Codes, by_codes};
 #[cfg(target_arch = "x86_64")]
-use integers::{Avx2, Avx512Vnni, AvxVnni};
-use integers::{Integers, Portable};
+use super::integers::{Avx2, Avx512Vnni, AvxVnni};
+use super::integers::{Integers, Portable};
+use super::{Rounded, group_of, round};
+use crate::cpu::Isa;
+use crate::cpu::matmul::few_rows::{self, Columns, Dots};
+use crate::cpu::matmul::kernels::Kernels;
+use crate::cpu::matmul::pack::Lines;
+use crate::cpu::matmul::storage::{self, GROUP, GroupScales, MAX_GROUPS, Storage};
+use crate::cpu::matmul::tile::{LINE, prefetch_later};
 
 /// Lanes that a sum has.
 const LANES: usize = 8;
-
-/// Whether this is the way to compute a product of these kernels with rows of integers.
-pub(super) fn suits(product: &Product) -> bool {
-    let Product { b, k, .. } = *product;
-    few_rows::suits(product) && has_codes(b.dtype) && k.is_multiple_of(b.dtype.block_elements() as usize)
-}
 
 /// The kernels of `isa`, or of the best that this machine has; only those of few rows are of use.
 pub(super) fn kernels(isa: Isa) -> &'static Kernels {
@@ -136,13 +124,10 @@ unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
     for index in 0..few_rows::padded_rows(a.count) {
         let row = Row::at(to, index, k);
         for group in 0..k / GROUP {
-            let mut values = [0.0f32; GROUP];
+            let mut values = [0.0; GROUP];
             if index < a.count {
-                let first = index * a.stride + group * GROUP * a.k_stride;
-                for (i, value) in values.iter_mut().enumerate() {
-                    // SAFETY: the caller vouches for the operand.
-                    *value = unsafe { load(a, first + i * a.k_stride) };
-                }
+                // SAFETY: the caller vouches for the operand.
+                values = unsafe { group_of(a, index, group * GROUP) };
             }
             let Rounded { codes, scale, sums } = round(&values);
             // SAFETY: the row has room for its groups.
@@ -156,48 +141,6 @@ unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
             }
         }
     }
-}
-
-#[inline(always)]
-unsafe fn load(a: Lines, index: usize) -> f32 {
-    // SAFETY: as for the caller.
-    unsafe {
-        match a.dtype {
-            DType::F32 => *a.data.cast::<f32>().add(index),
-            dtype => element(dtype, a.data, index),
-        }
-    }
-}
-
-/// A group of values as integers.
-struct Rounded {
-    codes: [i8; GROUP],
-    scale: f32,
-    /// Of the first and the second half.
-    sums: [i32; 2],
-}
-
-/// Rounds a group to nearest, ties to even. Where a value is no finite number the scale is NaN.
-#[inline(always)]
-fn round(values: &[f32; GROUP]) -> Rounded {
-    /// Added to a number of few bits, it leaves the number's integer in the lowest ones.
-    const SHIFT: f32 = 12_582_912.0;
-    const INFINITE: u32 = 0x7f80_0000;
-    let mut largest = 0;
-    for value in values {
-        largest = largest.max(value.to_bits() & 0x7fff_ffff);
-    }
-    let magnitude = f32::from_bits(largest);
-    let scale = if largest >= INFINITE { f32::NAN } else { magnitude / 127.0 };
-    // Of numbers so small that the factor would be infinite there is nothing left.
-    let factor = if magnitude > 127.0 / f32::MAX && largest < INFINITE { 127.0 / magnitude } else { 0.0 };
-    let (mut codes, mut sums) = ([0; GROUP], [0; 2]);
-    for ((code, value), i) in codes.iter_mut().zip(values).zip(0..) {
-        let value = if largest < INFINITE { value * factor } else { 0.0 };
-        *code = (value + SHIFT).to_bits() as i8;
-        sums[i / (GROUP / 2)] += i32::from(*code);
-    }
-    Rounded { codes, scale, sums }
 }
 
 /// With columns that are stored as `S`.
@@ -255,7 +198,7 @@ unsafe fn dot<I: Integers, S: Codes, const R: usize, const N: usize>(
             }
             for column in &mut columns {
                 for line in (0..S::BYTES).step_by(LINE) {
-                    prefetch(column.wrapping_add(ahead + line));
+                    prefetch_later(column.wrapping_add(ahead + line));
                 }
                 *column = column.wrapping_add(S::BYTES);
             }

@@ -18,6 +18,8 @@ pub(super) trait Codes: Blocks + Storage {
     /// Halves of a group have scales of their own.
     const HALVES: bool = false;
     const MINIMUM: bool = true;
+    /// The code of zero, of unsigned codes whose minimum is that of a scale: the minimum is `-ZERO * scale`.
+    const ZERO: Option<u8> = None;
 
     unsafe fn codes<I: Integers>(block: *const u8, group: usize) -> I::Bytes;
 
@@ -91,13 +93,14 @@ unsafe fn scale_times<I: Integers>(scale: *const u8, minimum: f32) -> [f32; 2] {
     [scale, scale * minimum]
 }
 
-/// A type of small blocks: whether codes are signed, those of a group of a block, and the block's scale and minimum. Signed ones have
-/// no minimum.
+/// A type of small blocks: whether codes are signed, the code of zero if the scale gives the minimum, codes of a group of a block, and
+/// the block's scale and minimum. Signed ones have no minimum.
 macro_rules! small {
-    ($storage:ident, signed: $signed:literal, ($block:ident, $group:pat) => $codes:expr, $scale:expr) => {
+    ($storage:ident, signed: $signed:literal, $(zero: $zero:literal,)? ($block:ident, $group:pat) => $codes:expr, $scale:expr) => {
         impl Codes for storage::$storage {
             const SIGNED: bool = $signed;
             const MINIMUM: bool = !$signed;
+            $(const ZERO: Option<u8> = Some($zero);)?
 
             #[inline(always)]
             unsafe fn codes<I: Integers>($block: *const u8, $group: usize) -> I::Bytes {
@@ -115,10 +118,10 @@ macro_rules! small {
 }
 
 small!(Q8_0, signed: true, (block, _) => I::bytes(block.add(2)), scale_times::<I>(block, 0.0));
-small!(Q4_0, signed: false, (block, _) => nibbles::<I>(block.add(2)), scale_times::<I>(block, -8.0));
+small!(Q4_0, signed: false, zero: 8, (block, _) => nibbles::<I>(block.add(2)), scale_times::<I>(block, -8.0));
 small!(Q4_1, signed: false, (block, _) => nibbles::<I>(block.add(4)), I::V::two_f16(block));
 small!(
-    Q5_0, signed: false,
+    Q5_0, signed: false, zero: 16,
     (block, _) => I::either(nibbles::<I>(block.add(6)), I::sixteens(block.add(2))),
     scale_times::<I>(block, -16.0)
 );
@@ -152,9 +155,10 @@ unsafe fn bits<I: Integers>(bytes: *const u8, right: i32, mask: u8) -> I::Bytes 
 
 /// A type of blocks of 256.
 macro_rules! large {
-    ($storage:ident, halves: $halves:literal, ($block:ident, $group:ident) => $codes:expr) => {
+    ($storage:ident, halves: $halves:literal, $(zero: $zero:literal,)? ($block:ident, $group:ident) => $codes:expr) => {
         impl Codes for storage::$storage {
             const HALVES: bool = $halves;
+            $(const ZERO: Option<u8> = Some($zero);)?
 
             #[inline(always)]
             unsafe fn codes<I: Integers>($block: *const u8, $group: usize) -> I::Bytes {
@@ -174,7 +178,7 @@ macro_rules! large {
 large!(Q2K, halves: true, (block, group) => {
     bits::<I>(block.add(16 + group / 4 * 32), 2 * (group as i32 % 4), 3)
 });
-large!(Q3K, halves: true, (block, group) => {
+large!(Q3K, halves: true, zero: 4, (block, group) => {
     let lower = bits::<I>(block.add(32 + group / 4 * 32), 2 * (group as i32 % 4), 3);
     I::either(lower, bits::<I>(block, group as i32 - 2, 4))
 });
@@ -183,7 +187,7 @@ large!(Q5K, halves: false, (block, group) => {
     let lower = bits::<I>(block.add(48 + group / 2 * 32), 4 * (group as i32 % 2), 15);
     I::either(lower, bits::<I>(block.add(16), group as i32 - 4, 16))
 });
-large!(Q6K, halves: true, (block, group) => {
+large!(Q6K, halves: true, zero: 32, (block, group) => {
     let (half, run) = (group / 4, group % 4);
     let lower = bits::<I>(block.add(64 * half + 32 * (run % 2)), 4 * (run as i32 / 2), 15);
     I::either(lower, bits::<I>(block.add(128 + 32 * half), 2 * run as i32 - 4, 48))

@@ -30,6 +30,15 @@ pub(super) trait Integers {
     /// unsigned, below 64; or signed.
     unsafe fn dot(codes: Self::Bytes, with: *const i8, signed: bool) -> Self::Floats;
 
+    unsafe fn zero() -> Self::Bytes;
+    unsafe fn store_bytes(bytes: Self::Bytes, p: *mut u8);
+    /// Each byte less a number, modulo 256.
+    unsafe fn less(bytes: Self::Bytes, by: u8) -> Self::Bytes;
+    /// Eight registers as rows of eight lanes of 32 bits: the columns.
+    unsafe fn transpose(rows: &mut [Self::Bytes; 8]);
+    /// In each lane of 32 bits, the sum less 128 times four signed codes.
+    unsafe fn less_128_times(sum: Self::Bytes, codes: Self::Bytes) -> Self::Bytes;
+
     unsafe fn splat(x: f32) -> Self::Floats;
     unsafe fn load(p: *const f32) -> Self::Floats;
     /// Two values, the first in the lower four lanes.
@@ -100,6 +109,40 @@ impl Integers for Portable {
     }
 
     #[inline(always)]
+    unsafe fn zero() -> [u8; 32] {
+        [0; 32]
+    }
+
+    #[inline(always)]
+    unsafe fn store_bytes(bytes: [u8; 32], p: *mut u8) {
+        unsafe { p.cast::<[u8; 32]>().write(bytes) }
+    }
+
+    #[inline(always)]
+    unsafe fn less(bytes: [u8; 32], by: u8) -> [u8; 32] {
+        bytes.map(|byte| byte.wrapping_sub(by))
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(rows: &mut [[u8; 32]; 8]) {
+        let old = *rows;
+        for (i, row) in rows.iter_mut().enumerate() {
+            for (lane, old) in row.chunks_exact_mut(4).zip(old) {
+                lane.copy_from_slice(&old[4 * i..4 * i + 4]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn less_128_times(mut sum: [u8; 32], codes: [u8; 32]) -> [u8; 32] {
+        for (lane, codes) in sum.as_chunks_mut().0.iter_mut().zip(codes.as_chunks::<4>().0) {
+            let codes = codes.map(|code| i32::from(code as i8)).iter().sum::<i32>();
+            *lane = (i32::from_ne_bytes(*lane) - 128 * codes).to_ne_bytes();
+        }
+        sum
+    }
+
+    #[inline(always)]
     unsafe fn splat(x: f32) -> [f32; 8] {
         [x; 8]
     }
@@ -145,6 +188,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{Integers, vector};
+    use crate::cpu::matmul::vector::{MAX_LANES, Vector};
 
     /// Sums of four products of an unsigned and a signed byte, in each of eight lanes of 32 bits.
     ///
@@ -154,7 +198,7 @@ mod x86 {
         unsafe fn fours(unsigned: __m256i, signed: __m256i) -> __m256i;
     }
 
-    /// 256-bit registers: pairs are added up in 16 bits, which two products of 128 and 127 do not fill.
+    /// 256-bit registers: pairs are added up in 16 bits, which two products of 128 and 127, or of 128 and -128, do not overflow.
     pub(in super::super) struct Avx2;
     /// The dot products of AVX-VNNI.
     pub(in super::super) struct AvxVnni;
@@ -263,6 +307,40 @@ mod x86 {
                 };
                 _mm256_cvtepi32_ps(sums)
             }
+        }
+
+        #[inline(always)]
+        unsafe fn zero() -> __m256i {
+            unsafe { _mm256_setzero_si256() }
+        }
+
+        #[inline(always)]
+        unsafe fn store_bytes(bytes: __m256i, p: *mut u8) {
+            unsafe { _mm256_storeu_si256(p.cast(), bytes) }
+        }
+
+        #[inline(always)]
+        unsafe fn less(bytes: __m256i, by: u8) -> __m256i {
+            unsafe { _mm256_sub_epi8(bytes, _mm256_set1_epi8(by as i8)) }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(rows: &mut [__m256i; 8]) {
+            unsafe {
+                let mut lanes = [vector::Avx2(_mm256_setzero_ps()); MAX_LANES];
+                for (lanes, row) in lanes.iter_mut().zip(rows.iter()) {
+                    *lanes = vector::Avx2(_mm256_castsi256_ps(*row));
+                }
+                vector::Avx2::transpose(&mut lanes);
+                for (row, lanes) in rows.iter_mut().zip(&lanes) {
+                    *row = _mm256_castps_si256(lanes.0);
+                }
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn less_128_times(sum: __m256i, codes: __m256i) -> __m256i {
+            unsafe { _mm256_sub_epi32(sum, T::fours(_mm256_set1_epi8(-128), codes)) }
         }
 
         #[inline(always)]

@@ -1,0 +1,99 @@
+//! Products with a B of integer codes, rows of A rounded to 8-bit integers: inference's x W^T, multiplied as the machine multiplies
+//! bytes.
+//!
+//! Each 32 values of a row share a scale, their largest magnitude / 127 (ggml's Q8_0, the scale in f32). Products of codes are added up
+//! exactly, and times both scales they are added to f32 sums. [`rows`] is for a few rows, on every machine; [`tiles`] is for more of
+//! them, on machines that add four products of bytes in one instruction and 512 bits.
+
+mod codes;
+mod integers;
+mod rows;
+pub(super) mod tiles;
+
+use super::pack::Lines;
+use super::storage::{GROUP, element};
+use super::vector::bf16_value;
+use super::{Product, few_rows};
+use crate::DType;
+use crate::cpu::Isa;
+use codes::has_codes;
+
+/// The same product by integers, where that is possible and pays.
+pub(super) fn product(isa: Isa, product: &Product) -> Option<Product> {
+    let Product { a, b, k, .. } = *product;
+    let block = b.dtype.block_elements() as usize;
+    if !has_codes(b.dtype) || !k.is_multiple_of(block) {
+        return None;
+    }
+    let few = Product { kernels: rows::kernels(isa), ..*product };
+    if few_rows::suits(&few) {
+        return Some(few);
+    }
+    let tiles = Product { kernels: tiles::kernels(isa, b.dtype)?, ..*product };
+    // Tiles of AMX multiply bf16 faster still.
+    let faster = a.dtype != DType::Bf16 || isa.min(Isa::detect()) < Isa::Amx;
+    let long = k > 0 && a.count > few_rows::MAX_ROWS;
+    (faster && long && a.dtype.is_float() && b.k_stride == 1 && b.stride.is_multiple_of(block))
+        .then_some(tiles)
+}
+
+/// A group of values as integers.
+struct Rounded {
+    codes: [i8; GROUP],
+    scale: f32,
+    /// Of the first and the second half.
+    sums: [i32; 2],
+}
+
+/// Rounds a group to nearest, ties to even. Where a value is no finite number the scale is NaN.
+#[inline(always)]
+fn round(values: &[f32; GROUP]) -> Rounded {
+    /// Added to a number of few bits, it leaves the number's integer in the lowest ones.
+    const SHIFT: f32 = 12_582_912.0;
+    const INFINITE: u32 = 0x7f80_0000;
+    let mut largest = 0;
+    for value in values {
+        largest = largest.max(value.to_bits() & 0x7fff_ffff);
+    }
+    let magnitude = f32::from_bits(largest);
+    let scale = if largest >= INFINITE { f32::NAN } else { magnitude / 127.0 };
+    // Of numbers so small that the factor would be infinite there is nothing left.
+    let factor = if magnitude > 127.0 / f32::MAX && largest < INFINITE { 127.0 / magnitude } else { 0.0 };
+    let (mut codes, mut sums) = ([0; GROUP], [0; 2]);
+    for ((code, value), i) in codes.iter_mut().zip(values).zip(0..) {
+        let value = if largest < INFINITE { value * factor } else { 0.0 };
+        *code = (value + SHIFT).to_bits() as i8;
+        sums[i / (GROUP / 2)] += i32::from(*code);
+    }
+    Rounded { codes, scale, sums }
+}
+
+/// The values of a row of A from `k` on.
+///
+/// # Safety
+/// The elements exist, of a float type.
+#[inline(always)]
+unsafe fn group_of(a: Lines, row: usize, k: usize) -> [f32; GROUP] {
+    let first = row * a.stride + k * a.k_stride;
+    let mut values = [0.0; GROUP];
+    // SAFETY: the caller vouches for the elements.
+    unsafe {
+        match a.dtype {
+            DType::F32 if a.k_stride == 1 => {
+                values = a.data.cast::<f32>().add(first).cast::<[f32; GROUP]>().read_unaligned()
+            }
+            DType::Bf16 if a.k_stride == 1 => {
+                let bits = a.data.cast::<u16>().add(first).cast::<[u16; GROUP]>().read_unaligned();
+                for (value, bits) in values.iter_mut().zip(bits) {
+                    *value = bf16_value(bits);
+                }
+            }
+            dtype => {
+                for (i, value) in values.iter_mut().enumerate() {
+                    *value = element(dtype, a.data, first + i * a.k_stride);
+                }
+            }
+        }
+    }
+    values
+}
