@@ -19,7 +19,7 @@ use super::{Dithered, Output, Product};
 use crate::DType;
 use crate::cpu::kernels::Dither;
 
-/// Rows of A at most: with more of them it pays to pack B.
+/// Rows of A at most: with more of them it pays to pack B. Kernels may have fewer.
 pub(super) const MAX_ROWS: usize = crate::op::FEW_ROWS;
 /// Bytes of B that a task streams, about. The tasks of a thread follow each other, so that they may be small.
 const TASK_BYTES: usize = 16 << 10;
@@ -36,7 +36,7 @@ const MAX_ROW_BYTES: usize = 512 << 10;
 /// Whether this is the way to compute a product.
 pub(super) fn suits(product: &Product) -> bool {
     let Product { kernels, a, b, k, .. } = *product;
-    a.count <= MAX_ROWS
+    a.count <= kernels.few_rows
         && k > 0
         && a.dtype.is_float()
         && row_units(k, kernels.k_per_unit) * size_of::<f32>() <= MAX_ROW_BYTES
@@ -158,6 +158,9 @@ impl Columns {
 
 /// Dot products of `R` rows with `N` columns. No closure: one would be compiled without the caller's instruction set.
 pub(super) trait Dots<const R: usize, const N: usize> {
+    /// They are added to `out`, and so go on from what an f32 C holds where it is accumulated.
+    const GO_ON: bool = false;
+
     /// Those of packed rows from number `first` on with columns that start at these elements.
     ///
     /// # Safety
@@ -196,7 +199,7 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
     decode: Option<Dequantize>,
 ) {
     // SAFETY: as for this function.
-    unsafe { each_column::<R, N>(task, &Floats::<E, S> { task, decode, kind: PhantomData }) }
+    unsafe { each_column::<R, N, _>(task, &Floats::<E, S> { task, decode, kind: PhantomData }) }
 }
 
 /// The same by any dot products. Where columns are fewer than `N`, the last one is taken again: what is in its place counts for
@@ -205,8 +208,10 @@ pub(super) unsafe fn multiply_columns<E: Engine, S: Storage, const R: usize, con
 /// # Safety
 /// As of [`multiply_columns`] and of the dot products.
 #[inline(always)]
-pub(super) unsafe fn each_column<const R: usize, const N: usize>(task: &Columns, dots: &impl Dots<R, N>) {
+pub(super) unsafe fn each_column<const R: usize, const N: usize, D: Dots<R, N>>(task: &Columns, dots: &D) {
     let Columns { b, c, start, end, .. } = *task;
+    let goes_on = D::GO_ON && c.dtype == DType::F32 && task.accumulate;
+    let accumulate = task.accumulate && !goes_on;
     for column in (start..end).step_by(N) {
         let count = N.min(end - column);
         let mut starts = [0; N];
@@ -217,8 +222,16 @@ pub(super) unsafe fn each_column<const R: usize, const N: usize>(task: &Columns,
             let mut sums = [[0.0; N]; R];
             // SAFETY: rows and columns exist.
             unsafe {
+                if goes_on {
+                    for (i, sums) in sums.iter_mut().enumerate().take(c.rows - row) {
+                        let from = c.data.cast::<f32>().add((row + i) * c.row_stride + column);
+                        for (j, sum) in sums.iter_mut().enumerate().take(count) {
+                            *sum = *from.add(j);
+                        }
+                    }
+                }
                 dots.dots(row, starts, &mut sums);
-                if count == N && c.dtype == DType::F32 && !task.accumulate {
+                if count == N && c.dtype == DType::F32 && !accumulate {
                     let out = c.data.cast::<f32>().add(row * c.row_stride + column);
                     for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
                         out.add(i * c.row_stride).cast::<[f32; N]>().write_unaligned(*sums);
@@ -227,7 +240,7 @@ pub(super) unsafe fn each_column<const R: usize, const N: usize>(task: &Columns,
                 }
                 for (i, sums) in sums.iter().enumerate().take(c.rows - row) {
                     for (j, sum) in sums.iter().enumerate().take(count) {
-                        put(c, row + i, column + j, *sum, task.accumulate);
+                        put(c, row + i, column + j, *sum, accumulate);
                     }
                 }
             }

@@ -2,8 +2,10 @@
 //! bytes.
 //!
 //! Each 32 values of a row share a scale, their largest magnitude / 127 (ggml's Q8_0, the scale in f32). Products of codes are added up
-//! exactly, and times both scales they are added to f32 sums. [`rows`] is for a few rows, on every machine; [`tiles`] is for more of
-//! them, on machines that add four products of bytes in one instruction and 512 bits.
+//! exactly, of 32 values or of the 16 that share a scale of B, made f32, and times both scales added to one f32 sum, in the order of k;
+//! after them, where B has minima, the minimum times the sum of the row's values. So a result has the same bits whatever rows are beside
+//! it, and whether [`rows`] or [`tiles`] made it: the first is for a few rows, on every machine; the others for more of them, on machines
+//! that add four products of bytes in one instruction of 512 bits.
 
 mod codes;
 mod integers;
@@ -18,30 +20,32 @@ use crate::DType;
 use crate::cpu::Isa;
 use codes::has_codes;
 
+/// Columns of B that share a vector of sums.
+const TOGETHER: usize = 8;
+
 /// The same product by integers, where that is possible and pays.
 pub(super) fn product(isa: Isa, product: &Product) -> Option<Product> {
     let Product { a, b, k, .. } = *product;
     let block = b.dtype.block_elements() as usize;
-    if !has_codes(b.dtype) || !k.is_multiple_of(block) {
+    let whole = k > 0 && k.is_multiple_of(block) && b.stride.is_multiple_of(block);
+    if !has_codes(b.dtype) || !whole || b.k_stride != 1 || !a.dtype.is_float() {
         return None;
     }
-    let few = Product { kernels: rows::kernels(isa), ..*product };
-    if few_rows::suits(&few) {
-        return Some(few);
-    }
-    let tiles = Product { kernels: tiles::kernels(isa, b.dtype)?, ..*product };
+    let tiles = tiles::kernels(isa, b.dtype);
+    let many = a.count > few_rows::MAX_ROWS;
     // Tiles of AMX multiply bf16 faster still.
-    let faster = a.dtype != DType::Bf16 || isa.min(Isa::detect()) < Isa::Amx;
-    let long = k > 0 && a.count > few_rows::MAX_ROWS;
-    (faster && long && a.dtype.is_float() && b.k_stride == 1 && b.stride.is_multiple_of(block))
-        .then_some(tiles)
+    let amx = a.dtype == DType::Bf16 && isa.min(Isa::detect()) >= Isa::Amx;
+    match tiles {
+        Some(kernels) if a.count > rows::MOST && !(many && amx) => Some(Product { kernels, ..*product }),
+        _ => Some(Product { kernels: rows::kernels(isa), ..*product }).filter(few_rows::suits),
+    }
 }
 
 /// A group of values as integers.
 struct Rounded {
     codes: [i8; GROUP],
     scale: f32,
-    /// Of the first and the second half.
+    /// Of the codes of the first and of the second half.
     sums: [i32; 2],
 }
 

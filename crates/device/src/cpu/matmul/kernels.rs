@@ -29,6 +29,8 @@ pub(super) struct Kernels {
     pub rows: usize,
     /// Lines in a panel of B: columns of a tile.
     pub columns: usize,
+    /// Rows of A at most that `multiply_columns` is for.
+    pub few_rows: usize,
     /// Values of k in a unit of a row of `pack_rows`.
     pub k_per_unit: usize,
     /// Values of k that are packed together, and the units that they take in a panel, for each of its lines.
@@ -104,6 +106,7 @@ macro_rules! kernels {
             pub static KERNELS: Kernels = Kernels {
                 rows: $height,
                 columns: $vectors * <$engine as Engine>::V::LANES,
+                few_rows: few_rows::MAX_ROWS,
                 k_per_unit: <$engine as Engine>::K_PER_UNIT,
                 step_k: <$engine as Engine>::K_PER_UNIT,
                 step_units: 1,

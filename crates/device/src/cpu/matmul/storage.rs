@@ -18,7 +18,7 @@ use crate::DType;
 pub(super) use blocks::{IQ4_NL, Int8, Iq4Nl, Mxfp4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, TWICE_E2M1, half_e8m0};
 pub(super) use fp8::{E4m3, E5m2, Fp8};
 pub(super) use normal_float::{DoublyQuantized, Float, NormalFloat, Quantized};
-pub(super) use super_blocks::{GroupScales, MAX_GROUPS, Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
+pub(super) use super_blocks::{MAX_GROUPS, Q2K, Q3K, Q4K, Q5K, Q6K, Q8K};
 
 /// Elements that are taken together even of plain types; divides every block of a quantised type.
 pub(super) const GROUP: usize = 32;

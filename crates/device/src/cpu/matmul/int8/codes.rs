@@ -2,11 +2,19 @@
 //!
 //! How blocks are laid out is told in [`storage`]; codes are unsigned, or those of signed bytes and tables as they are.
 
+use super::TOGETHER;
 use super::integers::Integers;
-use crate::cpu::matmul::storage::{
-    self, Blocks, GROUP, GroupScales, IQ4_NL, MAX_GROUPS, Storage, TWICE_E2M1, half_e8m0,
-};
-use crate::cpu::matmul::vector::Vector;
+use crate::cpu::matmul::storage::{self, Blocks, GROUP, IQ4_NL, MAX_GROUPS, Storage, TWICE_E2M1, half_e8m0};
+
+/// Scales and minima of eight columns' blocks, a lane for each: of their groups, or of the halves of groups.
+#[derive(Clone, Copy)]
+pub(super) struct Scales<F> {
+    pub scales: [F; MAX_GROUPS],
+    pub minima: [F; MAX_GROUPS],
+}
+
+/// A block of each of the columns that are multiplied together.
+pub(super) type Blocks8 = [*const u8; TOGETHER];
 
 /// A type whose values are code * scale, or code * scale + minimum.
 ///
@@ -15,25 +23,17 @@ use crate::cpu::matmul::vector::Vector;
 pub(super) trait Codes: Blocks + Storage {
     /// Codes are signed bytes.
     const SIGNED: bool = false;
+    /// The code of zero, of unsigned ones without minima.
+    const ZERO: Option<u8> = None;
     /// Halves of a group have scales of their own.
     const HALVES: bool = false;
-    const MINIMUM: bool = true;
-    /// The code of zero, of unsigned codes whose minimum is that of a scale: the minimum is `-ZERO * scale`.
-    const ZERO: Option<u8> = None;
+    /// There are minima.
+    const MINIMA: bool = !Self::SIGNED && Self::ZERO.is_none();
 
     unsafe fn codes<I: Integers>(block: *const u8, group: usize) -> I::Bytes;
 
-    /// Scale and minimum of a block of fewer than eight groups.
-    #[inline(always)]
-    unsafe fn scale<I: Integers>(_block: *const u8) -> [f32; 2] {
-        [0.0; 2]
-    }
-
-    /// Those of a block's eight groups, or of their halves.
-    #[inline(always)]
-    unsafe fn group_scales<I: Integers>(_block: *const u8) -> GroupScales {
-        GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] }
-    }
+    /// Those of eight blocks.
+    unsafe fn eight_scales<I: Integers>(blocks: &Blocks8) -> Scales<I::Floats>;
 }
 
 /// Whether a type is one of those that [`by_codes`] names.
@@ -85,21 +85,43 @@ const fn table(values: &[f32; 16]) -> [i8; 16] {
     integers
 }
 
-/// An f16 scale, and a minimum that is so many times the scale.
+/// The same scale and minimum for all groups.
 #[inline(always)]
-unsafe fn scale_times<I: Integers>(scale: *const u8, minimum: f32) -> [f32; 2] {
-    // SAFETY: the caller's pointer holds four bytes, of which the first two are the scale.
-    let [scale, _] = unsafe { I::V::two_f16(scale) };
-    [scale, scale * minimum]
+fn alike<F: Copy>([scale, minimum]: [F; 2]) -> Scales<F> {
+    Scales { scales: [scale; MAX_GROUPS], minima: [minimum; MAX_GROUPS] }
 }
 
-/// A type of small blocks: whether codes are signed, the code of zero if the scale gives the minimum, codes of a group of a block, and
-/// the block's scale and minimum. Signed ones have no minimum.
+/// An f16 at the beginning of each block.
+#[inline(always)]
+unsafe fn f16_scales<I: Integers>(blocks: &Blocks8) -> [I::Floats; 2] {
+    // SAFETY: the caller's blocks hold an f16.
+    unsafe { [I::eight_f16(*blocks), I::splat(0.0)] }
+}
+
+/// Two of them, the second one the minimum.
+#[inline(always)]
+unsafe fn f16_scales_and_minima<I: Integers>(blocks: &Blocks8) -> [I::Floats; 2] {
+    // SAFETY: the caller's blocks hold two f16.
+    unsafe { [I::eight_f16(*blocks), I::eight_f16(after(blocks, 2))] }
+}
+
+/// What a function finds in each block.
+macro_rules! each {
+    ($blocks:ident, $block:ident => $scale:expr) => {{
+        let mut scales = [0.0; TOGETHER];
+        for (scale, $block) in scales.iter_mut().zip($blocks) {
+            *scale = $scale;
+        }
+        [I::load(scales.as_ptr()), I::splat(0.0)]
+    }};
+}
+
+/// A type of small blocks: whether codes are signed, the code of zero of unsigned ones without minima, codes of a group of a block, and
+/// the scales and minima of eight blocks.
 macro_rules! small {
-    ($storage:ident, signed: $signed:literal, $(zero: $zero:literal,)? ($block:ident, $group:pat) => $codes:expr, $scale:expr) => {
+    ($storage:ident, signed: $signed:literal, $(zero: $zero:literal,)? ($block:ident, $group:pat) => $codes:expr, $blocks:ident => $scales:expr) => {
         impl Codes for storage::$storage {
             const SIGNED: bool = $signed;
-            const MINIMUM: bool = !$signed;
             $(const ZERO: Option<u8> = Some($zero);)?
 
             #[inline(always)]
@@ -109,41 +131,41 @@ macro_rules! small {
             }
 
             #[inline(always)]
-            unsafe fn scale<I: Integers>($block: *const u8) -> [f32; 2] {
+            unsafe fn eight_scales<I: Integers>($blocks: &Blocks8) -> Scales<I::Floats> {
                 // SAFETY: as the trait says.
-                unsafe { $scale }
+                unsafe { alike($scales) }
             }
         }
     };
 }
 
-small!(Q8_0, signed: true, (block, _) => I::bytes(block.add(2)), scale_times::<I>(block, 0.0));
-small!(Q4_0, signed: false, zero: 8, (block, _) => nibbles::<I>(block.add(2)), scale_times::<I>(block, -8.0));
-small!(Q4_1, signed: false, (block, _) => nibbles::<I>(block.add(4)), I::V::two_f16(block));
+small!(Q8_0, signed: true, (block, _) => I::bytes(block.add(2)), blocks => f16_scales::<I>(blocks));
+small!(Q4_0, signed: false, zero: 8, (block, _) => nibbles::<I>(block.add(2)), blocks => f16_scales::<I>(blocks));
+small!(Q4_1, signed: false, (block, _) => nibbles::<I>(block.add(4)), blocks => f16_scales_and_minima::<I>(blocks));
 small!(
     Q5_0, signed: false, zero: 16,
     (block, _) => I::either(nibbles::<I>(block.add(6)), I::sixteens(block.add(2))),
-    scale_times::<I>(block, -16.0)
+    blocks => f16_scales::<I>(blocks)
 );
 small!(
     Q5_1, signed: false,
     (block, _) => I::either(nibbles::<I>(block.add(8)), I::sixteens(block.add(4))),
-    I::V::two_f16(block)
+    blocks => f16_scales_and_minima::<I>(blocks)
 );
 small!(
     Iq4Nl, signed: true,
     (block, _) => I::look_up(nibbles::<I>(block.add(2)), const { &table(&IQ4_NL) }),
-    scale_times::<I>(block, 0.0)
+    blocks => f16_scales::<I>(blocks)
 );
 small!(
     Mxfp4, signed: true,
     (block, _) => I::look_up(nibbles::<I>(block.add(1)), const { &table(&TWICE_E2M1) }),
-    [half_e8m0(*block), 0.0]
+    blocks => each!(blocks, block => half_e8m0(**block))
 );
 small!(
     Int8, signed: true,
     (block, group) => I::bytes(block.add(4 + group * GROUP)),
-    [f32::from_bits(u32::from_le(block.cast::<u32>().read_unaligned())), 0.0]
+    blocks => each!(blocks, block => f32::from_bits(u32::from_le(block.cast::<u32>().read_unaligned())))
 );
 
 /// Some bits of each of 32 bytes, moved to the place of `mask`.
@@ -153,9 +175,68 @@ unsafe fn bits<I: Integers>(bytes: *const u8, right: i32, mask: u8) -> I::Bytes 
     unsafe { I::mask(I::move_bits(I::bytes(bytes), [right; 2]), mask) }
 }
 
-/// A type of blocks of 256.
+/// Byte `i` of 8 or 16 bytes, in each lane of words of four: the scales of a group or a half.
+#[inline(always)]
+unsafe fn byte<I: Integers, const N: usize>(words: &[I::Bytes; N], i: usize, signed: bool) -> I::Floats {
+    // SAFETY: registers only.
+    unsafe { I::byte_floats(words[i / 4], i % 4, signed) }
+}
+
+/// 8 numbers of 6 bits, of which the first four are the lower bits of `first`; of the others 4 bits are the lower ones of `lower`, and 2 the
+/// upper ones of `first`.
+#[inline(always)]
+unsafe fn six_bits<I: Integers>(first: I::Bytes, lower: I::Bytes) -> [I::Bytes; 2] {
+    // SAFETY: registers only.
+    unsafe {
+        let upper = I::mask(I::move_bits(first, [2; 2]), 0x30);
+        [I::mask(first, 0x3f), I::either(I::mask(lower, 0x0f), upper)]
+    }
+}
+
+/// Scales and minima of Q4_K and Q5_K: two f16 numbers, then 12 bytes of 6 bits each.
+#[inline(always)]
+unsafe fn scales_of_six_bits<I: Integers>(blocks: &Blocks8) -> Scales<I::Floats> {
+    // SAFETY: the caller's blocks begin with 16 such bytes.
+    unsafe {
+        let [d, scales, minima, others] = I::four_words(*blocks);
+        let scales = six_bits::<I>(scales, others);
+        let minima = six_bits::<I>(minima, I::move_bits(others, [4; 2]));
+        let [d, dmin] = I::two_f16(d);
+        let dmin = I::times(dmin, I::splat(-1.0));
+        let mut all = alike([d; 2]);
+        for i in 0..MAX_GROUPS / 2 {
+            all.scales[i] = I::times(d, byte::<I, 2>(&scales, i, false));
+            all.minima[i] = I::times(dmin, byte::<I, 2>(&minima, i, false));
+        }
+        all
+    }
+}
+
+/// Scales of 16 halves of groups: an f16 number times signed bytes.
+#[inline(always)]
+unsafe fn scales_of_bytes<I: Integers>(d: I::Floats, bytes: [I::Bytes; 4]) -> Scales<I::Floats> {
+    let mut all = alike([d; 2]);
+    for i in 0..MAX_GROUPS {
+        // SAFETY: registers only.
+        all.scales[i] = unsafe { I::times(d, byte::<I, 4>(&bytes, i, true)) };
+    }
+    all
+}
+
+/// The place `bytes` after the beginning of each block.
+#[inline(always)]
+fn after(blocks: &Blocks8, bytes: usize) -> Blocks8 {
+    let mut places = *blocks;
+    for place in &mut places {
+        *place = place.wrapping_add(bytes);
+    }
+    places
+}
+
+/// A type of blocks of 256: whether halves of groups have scales, the code of zero of those without minima, codes of a group of a block,
+/// and the scales and minima of eight blocks.
 macro_rules! large {
-    ($storage:ident, halves: $halves:literal, $(zero: $zero:literal,)? ($block:ident, $group:ident) => $codes:expr) => {
+    ($storage:ident, halves: $halves:literal, $(zero: $zero:literal,)? ($block:ident, $group:ident) => $codes:expr, $blocks:ident => $scales:expr) => {
         impl Codes for storage::$storage {
             const HALVES: bool = $halves;
             $(const ZERO: Option<u8> = Some($zero);)?
@@ -167,28 +248,66 @@ macro_rules! large {
             }
 
             #[inline(always)]
-            unsafe fn group_scales<I: Integers>(block: *const u8) -> GroupScales {
+            unsafe fn eight_scales<I: Integers>($blocks: &Blocks8) -> Scales<I::Floats> {
                 // SAFETY: as the trait says.
-                unsafe { <Self as Blocks>::scales::<I::V>(block) }
+                unsafe { $scales }
             }
         }
     };
 }
 
-large!(Q2K, halves: true, (block, group) => {
-    bits::<I>(block.add(16 + group / 4 * 32), 2 * (group as i32 % 4), 3)
-});
-large!(Q3K, halves: true, zero: 4, (block, group) => {
-    let lower = bits::<I>(block.add(32 + group / 4 * 32), 2 * (group as i32 % 4), 3);
-    I::either(lower, bits::<I>(block, group as i32 - 2, 4))
-});
-large!(Q4K, halves: false, (block, group) => bits::<I>(block.add(16 + group / 2 * 32), 4 * (group as i32 % 2), 15));
-large!(Q5K, halves: false, (block, group) => {
-    let lower = bits::<I>(block.add(48 + group / 2 * 32), 4 * (group as i32 % 2), 15);
-    I::either(lower, bits::<I>(block.add(16), group as i32 - 4, 16))
-});
-large!(Q6K, halves: true, zero: 32, (block, group) => {
-    let (half, run) = (group / 4, group % 4);
-    let lower = bits::<I>(block.add(64 * half + 32 * (run % 2)), 4 * (run as i32 / 2), 15);
-    I::either(lower, bits::<I>(block.add(128 + 32 * half), 2 * run as i32 - 4, 48))
-});
+large!(
+    Q2K, halves: true,
+    (block, group) => bits::<I>(block.add(16 + group / 4 * 32), 2 * (group as i32 % 4), 3),
+    blocks => {
+        let (mut scales, mut minima) = (I::four_words(*blocks), I::four_words(*blocks));
+        for (scales, minima) in scales.iter_mut().zip(&mut minima) {
+            (*scales, *minima) = (I::mask(*scales, 15), I::mask(I::move_bits(*minima, [4; 2]), 15));
+        }
+        let d = I::eight_f16(after(blocks, 80));
+        let dmin = I::times(I::eight_f16(after(blocks, 82)), I::splat(-1.0));
+        let mut all = scales_of_bytes::<I>(d, scales);
+        all.minima = scales_of_bytes::<I>(dmin, minima).scales;
+        all
+    }
+);
+large!(
+    Q3K, halves: true, zero: 4,
+    (block, group) => {
+        let lower = bits::<I>(block.add(32 + group / 4 * 32), 2 * (group as i32 % 4), 3);
+        I::either(lower, bits::<I>(block, group as i32 - 2, 4))
+    },
+    blocks => {
+        // 4 bits of each in 8 bytes, the low halves first, then the upper 2 bits in 4 bytes. What comes before them fills up a word.
+        let [_, a, b, upper] = I::four_words(after(blocks, 92));
+        let mut scales = [I::zero(); 4];
+        for (i, (scales, lower)) in scales.iter_mut().zip([a, b, a, b]).enumerate() {
+            let lower = I::mask(I::move_bits(lower, [if i < 2 { 0 } else { 4 }; 2]), 15);
+            let upper = I::mask(I::move_bits(upper, [2 * i as i32 - 4; 2]), 0x30);
+            *scales = I::less(I::either(lower, upper), 32);
+        }
+        scales_of_bytes::<I>(I::eight_f16(after(blocks, 108)), scales)
+    }
+);
+large!(
+    Q4K, halves: false,
+    (block, group) => bits::<I>(block.add(16 + group / 2 * 32), 4 * (group as i32 % 2), 15),
+    blocks => scales_of_six_bits::<I>(blocks)
+);
+large!(
+    Q5K, halves: false,
+    (block, group) => {
+        let lower = bits::<I>(block.add(48 + group / 2 * 32), 4 * (group as i32 % 2), 15);
+        I::either(lower, bits::<I>(block.add(16), group as i32 - 4, 16))
+    },
+    blocks => scales_of_six_bits::<I>(blocks)
+);
+large!(
+    Q6K, halves: true, zero: 32,
+    (block, group) => {
+        let (half, run) = (group / 4, group % 4);
+        let lower = bits::<I>(block.add(64 * half + 32 * (run % 2)), 4 * (run as i32 / 2), 15);
+        I::either(lower, bits::<I>(block.add(128 + 32 * half), 2 * run as i32 - 4, 48))
+    },
+    blocks => scales_of_bytes::<I>(I::eight_f16(after(blocks, 208)), I::four_words(after(blocks, 192)))
+);

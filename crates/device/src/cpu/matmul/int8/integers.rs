@@ -1,14 +1,12 @@
-//! Registers of 32 bytes on each instruction set, and the eight f32 lanes that their products are added to.
+//! Registers of 32 bytes on each instruction set, which hold eight lanes of 32 bits as well, and eight lanes of f32.
 
-use crate::cpu::matmul::vector::{self, Vector};
+use crate::cpu::matmul::vector;
 
 /// 32 bytes, and what multiplies them.
 ///
 /// # Safety
 /// For every method: the machine has the instruction set, and pointers are valid for what is read.
 pub(super) trait Integers {
-    /// What reads scales.
-    type V: Vector;
     type Bytes: Copy;
     /// Eight lanes.
     type Floats: Copy;
@@ -26,9 +24,16 @@ pub(super) trait Integers {
     unsafe fn sixteens(bits: *const u8) -> Self::Bytes;
     /// table[code], of codes below 16.
     unsafe fn look_up(codes: Self::Bytes, table: &[i8; 16]) -> Self::Bytes;
-    /// The products of codes with the 32 signed bytes at `with`, of which none is -128, four added up in each lane. Codes are
+    /// The products of codes with the 32 signed bytes at `with`, of which none is -128, four added up in each lane of 32 bits. Codes are
     /// unsigned, below 64; or signed.
-    unsafe fn dot(codes: Self::Bytes, with: *const i8, signed: bool) -> Self::Floats;
+    unsafe fn dot(codes: Self::Bytes, with: *const i8, signed: bool) -> Self::Bytes;
+    /// Of each register's eight lanes of 32 bits the sums of the first four and of the last four: a lane for each register.
+    unsafe fn add_up(registers: [Self::Bytes; 8]) -> [Self::Bytes; 2];
+    /// Lanes of 32 bits added up.
+    unsafe fn plus(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// Each lane of 32 bits less a number.
+    unsafe fn minus(lanes: Self::Bytes, by: i32) -> Self::Bytes;
+    unsafe fn to_floats(lanes: Self::Bytes) -> Self::Floats;
 
     unsafe fn zero() -> Self::Bytes;
     unsafe fn store_bytes(bytes: Self::Bytes, p: *mut u8);
@@ -41,14 +46,18 @@ pub(super) trait Integers {
 
     unsafe fn splat(x: f32) -> Self::Floats;
     unsafe fn load(p: *const f32) -> Self::Floats;
-    /// Two values, the first in the lower four lanes.
-    unsafe fn halves(p: *const f32) -> Self::Floats;
     unsafe fn store(x: Self::Floats, p: *mut f32);
+    /// The f16 at each address.
+    unsafe fn eight_f16(from: [*const u8; 8]) -> Self::Floats;
+    /// The lower and the upper f16 of each lane of 32 bits.
+    unsafe fn two_f16(words: Self::Bytes) -> [Self::Floats; 2];
+    /// The 16 bytes at each address: four words, a lane for each address.
+    unsafe fn four_words(from: [*const u8; 8]) -> [Self::Bytes; 4];
+    /// Byte `i` of each lane of 32 bits as a number.
+    unsafe fn byte_floats(words: Self::Bytes, i: usize, signed: bool) -> Self::Floats;
     unsafe fn times(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// sum + a * b
     unsafe fn plus_product(sum: Self::Floats, a: Self::Floats, b: Self::Floats) -> Self::Floats;
-    /// All lanes added up, halves first.
-    unsafe fn sum(x: Self::Floats) -> f32;
 }
 
 /// Plain Rust.
@@ -57,7 +66,6 @@ pub(super) struct Portable;
 // SAFETY (all methods): as the trait says.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Integers for Portable {
-    type V = vector::Portable;
     type Bytes = [u8; 32];
     type Floats = [f32; 8];
 
@@ -99,13 +107,35 @@ impl Integers for Portable {
     }
 
     #[inline(always)]
-    unsafe fn dot(codes: [u8; 32], with: *const i8, signed: bool) -> [f32; 8] {
+    unsafe fn dot(codes: [u8; 32], with: *const i8, signed: bool) -> [u8; 32] {
         let with = unsafe { with.cast::<[i8; 32]>().read() };
         let product = |i: usize| {
             let code = if signed { i32::from(codes[i] as i8) } else { i32::from(codes[i]) };
             code * i32::from(with[i])
         };
-        std::array::from_fn(|lane| (4 * lane..4 * lane + 4).map(product).sum::<i32>() as f32)
+        bytes_of(std::array::from_fn(|lane| (4 * lane..4 * lane + 4).map(product).sum::<i32>()))
+    }
+
+    #[inline(always)]
+    unsafe fn add_up(registers: [[u8; 32]; 8]) -> [[u8; 32]; 2] {
+        let sum = |register: [u8; 32], half: usize| lanes_of(register)[4 * half..4 * half + 4].iter().sum();
+        std::array::from_fn(|half| bytes_of(std::array::from_fn(|i| sum(registers[i], half))))
+    }
+
+    #[inline(always)]
+    unsafe fn plus(a: [u8; 32], b: [u8; 32]) -> [u8; 32] {
+        let (a, b) = (lanes_of(a), lanes_of(b));
+        bytes_of(std::array::from_fn(|i| a[i] + b[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn minus(lanes: [u8; 32], by: i32) -> [u8; 32] {
+        bytes_of(lanes_of(lanes).map(|lane| lane - by))
+    }
+
+    #[inline(always)]
+    unsafe fn to_floats(lanes: [u8; 32]) -> [f32; 8] {
+        lanes_of(lanes).map(|lane| lane as f32)
     }
 
     #[inline(always)]
@@ -134,12 +164,9 @@ impl Integers for Portable {
     }
 
     #[inline(always)]
-    unsafe fn less_128_times(mut sum: [u8; 32], codes: [u8; 32]) -> [u8; 32] {
-        for (lane, codes) in sum.as_chunks_mut().0.iter_mut().zip(codes.as_chunks::<4>().0) {
-            let codes = codes.map(|code| i32::from(code as i8)).iter().sum::<i32>();
-            *lane = (i32::from_ne_bytes(*lane) - 128 * codes).to_ne_bytes();
-        }
-        sum
+    unsafe fn less_128_times(sum: [u8; 32], codes: [u8; 32]) -> [u8; 32] {
+        let (sum, codes) = (lanes_of(sum), codes.map(|code| i32::from(code as i8)));
+        bytes_of(std::array::from_fn(|i| sum[i] - 128 * codes[4 * i..4 * i + 4].iter().sum::<i32>()))
     }
 
     #[inline(always)]
@@ -153,14 +180,31 @@ impl Integers for Portable {
     }
 
     #[inline(always)]
-    unsafe fn halves(p: *const f32) -> [f32; 8] {
-        let [low, high] = unsafe { p.cast::<[f32; 2]>().read() };
-        [low, low, low, low, high, high, high, high]
+    unsafe fn store(x: [f32; 8], p: *mut f32) {
+        unsafe { p.cast::<[f32; 8]>().write(x) }
     }
 
     #[inline(always)]
-    unsafe fn store(x: [f32; 8], p: *mut f32) {
-        unsafe { p.cast::<[f32; 8]>().write(x) }
+    unsafe fn eight_f16(from: [*const u8; 8]) -> [f32; 8] {
+        from.map(|p| vector::f16_value(u16::from_le(unsafe { p.cast::<u16>().read_unaligned() })))
+    }
+
+    #[inline(always)]
+    unsafe fn two_f16(words: [u8; 32]) -> [[f32; 8]; 2] {
+        let half = |lane: i32, i: usize| vector::f16_value((lane >> (16 * i)) as u16);
+        std::array::from_fn(|i| lanes_of(words).map(|lane| half(lane, i)))
+    }
+
+    #[inline(always)]
+    unsafe fn four_words(from: [*const u8; 8]) -> [[u8; 32]; 4] {
+        let words = from.map(|p| unsafe { p.cast::<[[u8; 4]; 4]>().read_unaligned() });
+        std::array::from_fn(|i| bytes_of(words.map(|words| i32::from_le_bytes(words[i]))))
+    }
+
+    #[inline(always)]
+    unsafe fn byte_floats(words: [u8; 32], i: usize, signed: bool) -> [f32; 8] {
+        let byte = |lane: i32| (lane >> (8 * i)) as u8;
+        lanes_of(words).map(|lane| if signed { f32::from(byte(lane) as i8) } else { f32::from(byte(lane)) })
     }
 
     #[inline(always)]
@@ -172,12 +216,14 @@ impl Integers for Portable {
     unsafe fn plus_product(sum: [f32; 8], a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
         std::array::from_fn(|i| sum[i] + a[i] * b[i])
     }
+}
 
-    #[inline(always)]
-    unsafe fn sum(x: [f32; 8]) -> f32 {
-        let [a, b, c, d] = std::array::from_fn(|i| x[i] + x[i + 4]);
-        (a + c) + (b + d)
-    }
+fn lanes_of(bytes: [u8; 32]) -> [i32; 8] {
+    std::array::from_fn(|lane| i32::from_ne_bytes(std::array::from_fn(|i| bytes[4 * lane + i])))
+}
+
+fn bytes_of(lanes: [i32; 8]) -> [u8; 32] {
+    std::array::from_fn(|i| lanes[i / 4].to_ne_bytes()[i % 4])
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -232,7 +278,6 @@ mod x86 {
     // SAFETY (all methods): the pointers hold what the trait says; the rest is registers only.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl<T: Fours> Integers for T {
-        type V = vector::Avx2;
         type Bytes = __m256i;
         type Floats = __m256;
 
@@ -297,16 +342,51 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn dot(codes: __m256i, with: *const i8, signed: bool) -> __m256 {
+        unsafe fn dot(codes: __m256i, with: *const i8, signed: bool) -> __m256i {
             unsafe {
                 let with = _mm256_loadu_si256(with.cast());
-                let sums = if signed {
+                if signed {
                     T::fours(_mm256_abs_epi8(codes), _mm256_sign_epi8(with, codes))
                 } else {
                     T::fours(codes, with)
-                };
-                _mm256_cvtepi32_ps(sums)
+                }
             }
+        }
+
+        #[inline(always)]
+        unsafe fn add_up(r: [__m256i; 8]) -> [__m256i; 2] {
+            unsafe {
+                // In each half: lanes 0 and 2 of both, 1 and 3 of both.
+                let mut pairs = [_mm256_setzero_si256(); 4];
+                for (i, pairs) in pairs.iter_mut().enumerate() {
+                    let (a, b) = (r[2 * i], r[2 * i + 1]);
+                    *pairs = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+                }
+                let mut fours = [_mm256_setzero_si256(); 2];
+                for (i, fours) in fours.iter_mut().enumerate() {
+                    let (a, b) = (pairs[2 * i], pairs[2 * i + 1]);
+                    *fours = _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+                }
+                [
+                    _mm256_permute2x128_si256::<0x20>(fours[0], fours[1]),
+                    _mm256_permute2x128_si256::<0x31>(fours[0], fours[1]),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn plus(a: __m256i, b: __m256i) -> __m256i {
+            unsafe { _mm256_add_epi32(a, b) }
+        }
+
+        #[inline(always)]
+        unsafe fn minus(lanes: __m256i, by: i32) -> __m256i {
+            unsafe { _mm256_sub_epi32(lanes, _mm256_set1_epi32(by)) }
+        }
+
+        #[inline(always)]
+        unsafe fn to_floats(lanes: __m256i) -> __m256 {
+            unsafe { _mm256_cvtepi32_ps(lanes) }
         }
 
         #[inline(always)]
@@ -354,16 +434,67 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn halves(p: *const f32) -> __m256 {
+        unsafe fn store(x: __m256, p: *mut f32) {
+            unsafe { _mm256_storeu_ps(p, x) }
+        }
+
+        #[inline(always)]
+        unsafe fn eight_f16(from: [*const u8; 8]) -> __m256 {
             unsafe {
-                let both = _mm256_castpd_ps(_mm256_set1_pd(p.cast::<f64>().read_unaligned()));
-                _mm256_permutevar_ps(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1))
+                let mut bits = [0; 8];
+                for (bits, from) in bits.iter_mut().zip(from) {
+                    *bits = from.cast::<i16>().read_unaligned();
+                }
+                let [a, b, c, d, e, f, g, h] = bits;
+                _mm256_cvtph_ps(_mm_setr_epi16(a, b, c, d, e, f, g, h))
             }
         }
 
         #[inline(always)]
-        unsafe fn store(x: __m256, p: *mut f32) {
-            unsafe { _mm256_storeu_ps(p, x) }
+        unsafe fn two_f16(words: __m256i) -> [__m256; 2] {
+            unsafe {
+                // In each half the lower ones, then the upper ones.
+                let order = _mm256_setr_epi8(
+                    0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15, 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6,
+                    7, 10, 11, 14, 15,
+                );
+                let halves = _mm256_permute4x64_epi64::<0xd8>(_mm256_shuffle_epi8(words, order));
+                [
+                    _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                    _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn four_words(from: [*const u8; 8]) -> [__m256i; 4] {
+            unsafe {
+                // An address of the first four in one half, one of the others in the other.
+                let mut rows = [_mm256_setzero_si256(); 4];
+                for (i, row) in rows.iter_mut().enumerate() {
+                    let (low, high) = (_mm_loadu_si128(from[i].cast()), _mm_loadu_si128(from[i + 4].cast()));
+                    *row = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), high);
+                }
+                let [a, b, c, d] = rows;
+                let (ab, cd) = (_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d));
+                let (ab_high, cd_high) = (_mm256_unpackhi_epi32(a, b), _mm256_unpackhi_epi32(c, d));
+                [
+                    _mm256_unpacklo_epi64(ab, cd),
+                    _mm256_unpackhi_epi64(ab, cd),
+                    _mm256_unpacklo_epi64(ab_high, cd_high),
+                    _mm256_unpackhi_epi64(ab_high, cd_high),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn byte_floats(words: __m256i, i: usize, signed: bool) -> __m256 {
+            unsafe {
+                let upper = _mm256_sllv_epi32(words, _mm256_set1_epi32(24 - 8 * i as i32));
+                let by = _mm256_set1_epi32(24);
+                let number = if signed { _mm256_srav_epi32(upper, by) } else { _mm256_srlv_epi32(upper, by) };
+                _mm256_cvtepi32_ps(number)
+            }
         }
 
         #[inline(always)]
@@ -374,15 +505,6 @@ mod x86 {
         #[inline(always)]
         unsafe fn plus_product(sum: __m256, a: __m256, b: __m256) -> __m256 {
             unsafe { _mm256_fmadd_ps(a, b, sum) }
-        }
-
-        #[inline(always)]
-        unsafe fn sum(x: __m256) -> f32 {
-            unsafe {
-                let halves = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-                let pairs = _mm_add_ps(halves, _mm_movehl_ps(halves, halves));
-                _mm_cvtss_f32(_mm_add_ss(pairs, _mm_shuffle_ps::<1>(pairs, pairs)))
-            }
         }
     }
 }

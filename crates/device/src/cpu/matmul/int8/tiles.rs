@@ -1,4 +1,4 @@
-//! More rows of A than a few: a prompt's x W^T, in tiles of six rows by 32 columns whose f32 sums stay in registers.
+//! More rows of A: a prompt's x W^T, or that of several sequences, in tiles of six rows by 32 columns whose f32 sums stay in registers.
 //!
 //! The machine multiplies unsigned bytes with signed ones: codes of A are stored 128 higher, codes of B less that of zero where they are
 //! unsigned. A sum of products begins with -128 times the sum of B's codes, and so comes out exact. A group of 32 values of k is a
@@ -15,29 +15,25 @@
 
 use std::ops::Range;
 
-use super::codes::{Codes, by_codes};
+use super::codes::{Blocks8, Codes, Scales, by_codes};
 use super::integers::Integers;
-use super::{Rounded, group_of, round};
+use super::{Rounded, TOGETHER, group_of, round};
 use crate::DType;
 use crate::cpu::Isa;
+use crate::cpu::matmul::few_rows;
 use crate::cpu::matmul::kernels::Kernels;
 use crate::cpu::matmul::pack::{Lines, Panels};
-use crate::cpu::matmul::storage::{self, GROUP, GroupScales, MAX_GROUPS, Storage};
-use crate::cpu::matmul::tile::{LINE, MAX_WIDTH, Tile, prefetch};
+use crate::cpu::matmul::storage::{self, GROUP, Storage};
+use crate::cpu::matmul::tile::{LINE, MAX_WIDTH, Tile, prefetch_later};
 use crate::cpu::matmul::vector::Vector;
 
 /// Rows of a tile: with two vectors of columns, their f32 sums and a group's integers take 24 of 32 registers.
 const HEIGHT: usize = 6;
 const WIDTH: usize = MAX_WIDTH;
-/// Columns of B that are packed together.
-const TOGETHER: usize = 8;
 /// Rows of codes in a step.
 const ROWS_OF_CODES: usize = GROUP / size_of::<f32>();
-/// Values of k whose sums are one chain: whole blocks of every type.
+/// Blocks of k are cut at multiples of this, of which every type has whole blocks. Sums go on from one to the next.
 const CHAIN_K: usize = 1024;
-/// How far ahead of its use a column of B is fetched, in bytes.
-const AHEAD: usize = 256;
-
 /// Parts of a step that have scales of their own.
 const fn parts(halves: bool) -> usize {
     if halves { 2 } else { 1 }
@@ -50,11 +46,7 @@ const fn step_units(halves: bool, minima: bool) -> usize {
 
 /// Whether halves of a group have scales, and whether there are minima that no scale gives.
 fn kind<S: Codes>() -> Option<[bool; 2]> {
-    Some([S::HALVES, has_minima::<S>()])
-}
-
-const fn has_minima<S: Codes>() -> bool {
-    S::MINIMUM && S::ZERO.is_none()
+    Some([S::HALVES, S::MINIMA])
 }
 
 /// The kernels of `isa`, or of the best that this machine has, for a B of a type of codes.
@@ -187,6 +179,7 @@ macro_rules! kernels {
                 Kernels {
                     rows: HEIGHT,
                     columns: WIDTH,
+                    few_rows: 0,
                     step_k: GROUP,
                     step_units: step_units(HALVES, MINIMA),
                     chain_k: CHAIN_K,
@@ -314,6 +307,7 @@ unsafe fn pack_a<const HALVES: bool, const MINIMA: bool>(
 #[inline(always)]
 unsafe fn pack_b<I: Integers, S: Codes>(from: Lines, lines: Range<usize>, k: Range<usize>, to: Panels) {
     let mut panel = to.data;
+    let ahead = few_rows::ahead(S::offset(TOGETHER * from.stride));
     for first in lines.clone().step_by(to.width) {
         for at in (first..lines.end.min(first + to.width)).step_by(TOGETHER) {
             let mut blocks = [from.data; TOGETHER];
@@ -322,7 +316,7 @@ unsafe fn pack_b<I: Integers, S: Codes>(from: Lines, lines: Range<usize>, k: Ran
                 *block = from.data.wrapping_add(S::offset(column * from.stride + k.start));
             }
             // SAFETY: as for this function.
-            unsafe { pack_together::<I, S>(blocks, k.len(), panel.wrapping_add(at - first), to.width) }
+            unsafe { pack_together::<I, S>(blocks, k.len(), ahead, panel.wrapping_add(at - first), to.width) }
         }
         panel = panel.wrapping_add(to.stride);
     }
@@ -331,41 +325,31 @@ unsafe fn pack_b<I: Integers, S: Codes>(from: Lines, lines: Range<usize>, k: Ran
 /// Packs columns that begin with these blocks.
 #[inline(always)]
 unsafe fn pack_together<I: Integers, S: Codes>(
-    mut blocks: [*const u8; TOGETHER],
+    mut blocks: Blocks8,
     k: usize,
+    ahead: usize,
     mut to: *mut f32,
     width: usize,
 ) {
-    let step = step_units(S::HALVES, has_minima::<S>()) * width;
+    let step = step_units(S::HALVES, S::MINIMA) * width;
     let groups = <S as Storage>::BLOCK / GROUP;
-    let mut scales = [GroupScales { scales: [0.0; MAX_GROUPS], minima: [0.0; MAX_GROUPS] }; TOGETHER];
     // Written out, as what is shifted and masked is then known beforehand.
     macro_rules! pack {
-        ($($group:literal),*) => {
+        ($scales:ident, $($group:literal),*) => {
             $(if $group < groups {
                 // SAFETY: as for the caller.
-                unsafe { pack_group::<I, S>(&blocks, &scales, $group, to.wrapping_add($group * step), width) };
+                unsafe { pack_group::<I, S>(&blocks, &$scales, $group, to.wrapping_add($group * step), width) };
             })*
         };
     }
     for _ in 0..k / <S as Storage>::BLOCK {
-        for (block, scales) in blocks.iter().zip(&mut scales) {
-            // SAFETY: as for the caller.
-            unsafe {
-                if groups < 8 {
-                    let [scale, minimum] = S::scale::<I>(*block);
-                    scales.scales[..groups].fill(scale);
-                    scales.minima[..groups].fill(minimum);
-                } else {
-                    *scales = S::group_scales::<I>(*block);
-                }
-            }
-        }
-        pack!(0, 1, 2, 3, 4, 5, 6, 7);
+        // SAFETY: as for the caller.
+        let scales = unsafe { S::eight_scales::<I>(&blocks) };
+        pack!(scales, 0, 1, 2, 3, 4, 5, 6, 7);
         to = to.wrapping_add(groups * step);
         for block in &mut blocks {
             for line in (0..S::BYTES).step_by(LINE) {
-                prefetch(block.wrapping_add(AHEAD + line));
+                prefetch_later(block.wrapping_add(ahead + line));
             }
             *block = block.wrapping_add(S::BYTES);
         }
@@ -375,8 +359,8 @@ unsafe fn pack_together<I: Integers, S: Codes>(
 /// Packs a step of columns: a group of their blocks.
 #[inline(always)]
 unsafe fn pack_group<I: Integers, S: Codes>(
-    blocks: &[*const u8; TOGETHER],
-    scales: &[GroupScales; TOGETHER],
+    blocks: &Blocks8,
+    scales: &Scales<I::Floats>,
     group: usize,
     mut to: *mut f32,
     width: usize,
@@ -400,19 +384,18 @@ unsafe fn pack_group<I: Integers, S: Codes>(
             }
             I::store_bytes(start, to.cast());
             to = to.add((1 + codes.len()) * width);
-            let group = group * parts + part;
-            for (j, scales) in scales.iter().enumerate() {
-                to.add(j).write(scales.scales[group]);
-                if has_minima::<S>() {
-                    to.add(width + j).write(scales.minima[group]);
-                }
+            I::store(scales.scales[group * parts + part], to);
+            to = to.add(width);
+            if S::MINIMA {
+                I::store(scales.minima[group * parts + part], to);
+                to = to.add(width);
             }
-            to = to.add(if has_minima::<S>() { 2 * width } else { width });
         }
     }
 }
 
-/// The first `ROWS` rows of a panel of A times `NV` vectors of a panel of B, to what is at `start` if that is not null.
+/// The first `ROWS` rows of a panel of A times `NV` vectors of a panel of B: sums that go on from what is at `start`, if
+/// that is not null.
 ///
 /// # Safety
 /// The machine has the instruction set and the tile is valid.
@@ -426,6 +409,13 @@ unsafe fn kernel<M: Machine, const ROWS: usize, const NV: usize, const HALVES: b
     // SAFETY: panels hold so many steps, and the tile its sums.
     unsafe {
         let mut sums = [[M::V::splat(0.0); NV]; ROWS];
+        if !start.is_null() {
+            for (i, sums) in sums.iter_mut().enumerate() {
+                for (j, sum) in sums.iter_mut().enumerate() {
+                    *sum = M::V::load(start.add(i * start_stride + j * lanes));
+                }
+            }
+        }
         for _ in 0..units / step_units(HALVES, MINIMA) {
             let row_scales = a.add(ROWS_OF_CODES * HEIGHT);
             for part in 0..parts(HALVES) {
@@ -473,11 +463,7 @@ unsafe fn kernel<M: Machine, const ROWS: usize, const NV: usize, const HALVES: b
         }
         for (i, sums) in sums.iter().enumerate() {
             for (j, sum) in sums.iter().enumerate() {
-                let mut total = *sum;
-                if !start.is_null() {
-                    total = M::V::load(start.add(i * start_stride + j * lanes)).plus(total);
-                }
-                total.store(out.add(i * out_stride + j * lanes));
+                sum.store(out.add(i * out_stride + j * lanes));
             }
         }
     }

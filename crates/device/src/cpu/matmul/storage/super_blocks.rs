@@ -17,8 +17,8 @@ pub(in super::super) const MAX_GROUPS: usize = 16;
 /// set; `map` would be a call.
 #[derive(Clone, Copy)]
 pub(in super::super) struct GroupScales {
-    pub scales: [f32; MAX_GROUPS],
-    pub minima: [f32; MAX_GROUPS],
+    scales: [f32; MAX_GROUPS],
+    minima: [f32; MAX_GROUPS],
 }
 
 impl GroupScales {
