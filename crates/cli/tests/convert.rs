@@ -91,10 +91,10 @@ fn linears_are_quantised_while_loading() {
     assert!((made - read).abs() < 1e-2, "loss {made} made while loading, {read} from the file");
 }
 
-/// Few tokens at a time in 8-bit integers: other losses, but hardly; the same ones where weights have no integer codes; and guesses
-/// change no token.
+/// In 8-bit integers: other losses, but hardly; the same ones where weights have no integer codes; and guesses change no token. Few tokens
+/// at a time, as some machines multiply more of them as without.
 #[test]
-fn activations_are_quantised_where_few_tokens_meet_integer_codes() {
+fn activations_are_quantised_where_they_meet_integer_codes() {
     let folder = folder();
     let folder = folder.path();
     // Through a cache, as windows without one share a pass.

@@ -4,8 +4,8 @@
 //! `cargo run --release -p plimsoll-device --example matmul_bench [threads] [isa] [decoding]`, the instruction set one of
 //! `portable`, `avx2`, `avx512`, `avx512bf16` and `amx`; with the last word there is no training, and names of types after it are
 //! those of the weights, and each is multiplied with rows of f32 and of 8-bit integers; the word `cached` before them takes so few weights that
-//! they stay in the cache; with `frozen` in its place there are only products of a batch, and of a prompt, with frozen weights of every
-//! type.
+//! they stay in the cache; with `frozen` in its place there are only products of a batch, and of a prompt in f32 and in integers, with
+//! frozen weights of every type.
 //! The peak is measured in the same run by a loop of multiply-adds that touches no memory.
 //! Numbers are medians; y = x W^T is `fwd`, dx = dy W is `dx`, dW = dy^T x is `dw`.
 

@@ -41,7 +41,7 @@ pub enum Linears {
     /// In 8-bit floats, each operand scaled as a whole, just in time: inputs and weights in E4M3, gradients of outputs in
     /// E5M2 (Micikevicius et al. 2022). What is kept only as an input of theirs is kept in E4M3.
     Fp8,
-    /// For inference: inputs of few tokens in 8-bit integers, each 32 with a scale, where the weight is of integer codes
+    /// For inference: inputs in 8-bit integers, each 32 with a scale, where the weight is of integer codes and the CPU gains by it
     /// ([`Compute::Int8`]). So is the head's, and so are experts.
     Int8,
 }

@@ -24,7 +24,7 @@ pub struct PlanInferenceArgs {
     /// experts=q4_k,attention=q8_0
     #[arg(long, value_name = "TYPE", requires = "inference")]
     pub quantize: Option<String>,
-    /// Round the inputs of linears to 8-bit integers where few tokens meet weights of integer codes, as generate does. What is kept is the
+    /// Round the inputs of linears to 8-bit integers where they meet weights of integer types, as generate does. What is kept is the
     /// same; the speeds that are named are those without it
     #[arg(long, requires = "inference")]
     pub quantize_activations: bool,

@@ -12,8 +12,9 @@ pub enum Compute {
     F32,
     /// Operands rounded to bf16.
     Bf16,
-    /// Rows of 8-bit integers, each 32 of which share a scale, where a CPU multiplies at most [`FEW_ROWS`](super::FEW_ROWS) of them
-    /// with a weight of integer codes; else [`Bf16`](Compute::Bf16) for rows of bf16, and [`F32`](Compute::F32) for others.
+    /// Rows of 8-bit integers, each 32 of which share a scale, where a CPU multiplies them with a weight of integer codes: any number of
+    /// them with AVX-512 VNNI, but of bf16 ones beside AMX, as without AVX-512 VNNI, at most [`FEW_ROWS`](super::FEW_ROWS). Else
+    /// [`Bf16`](Compute::Bf16) for rows of bf16, and [`F32`](Compute::F32) for others.
     Int8,
 }
 

@@ -3,13 +3,16 @@
 //!
 //! Each 32 values of a row share a scale, their largest magnitude / 127 (ggml's Q8_0, the scale in f32). Products of codes are added up
 //! exactly, of 32 values or of the 16 that share a scale of B, made f32, and times both scales added to one f32 sum, in the order of k;
-//! after them, where B has minima, the minimum times the sum of the row's values. So a result has the same bits whatever rows are beside
-//! it, and whether [`rows`] or [`tiles`] made it: the first is for a few rows, on every machine; the others for more of them, on machines
-//! that add four products of bytes in one instruction of 512 bits.
+//! after them, where B has minima, the minimum times the sum of the row's values. So results of integers have the same bits whatever rows
+//! are beside them, and whether [`rows`] or [`tiles`] made them: the first is for a few rows, on every machine; the others for more of
+//! them, on machines that add four products of bytes in one instruction of 512 bits. The sum is a chain of k / 32 additions, or twice or
+//! four times as many with halves and minima: what they round away is far below what rounding the rows to 8 bits does.
 
 mod codes;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod integers;
-mod rows;
+pub(super) mod rows;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))]
 pub(super) mod tiles;
 
 use super::pack::Lines;
@@ -27,7 +30,7 @@ const TOGETHER: usize = 8;
 pub(super) fn product(isa: Isa, product: &Product) -> Option<Product> {
     let Product { a, b, k, .. } = *product;
     let block = b.dtype.block_elements() as usize;
-    let whole = k > 0 && k.is_multiple_of(block) && b.stride.is_multiple_of(block);
+    let whole = k > 0 && k.is_multiple_of(block) && b.stride.is_multiple_of(block) && few_rows::fits(k, 1);
     if !has_codes(b.dtype) || !whole || b.k_stride != 1 || !a.dtype.is_float() {
         return None;
     }
@@ -41,35 +44,20 @@ pub(super) fn product(isa: Isa, product: &Product) -> Option<Product> {
     }
 }
 
-/// A group of values as integers.
-struct Rounded {
-    codes: [i8; GROUP],
-    scale: f32,
-    /// Of the codes of the first and of the second half.
-    sums: [i32; 2],
-}
-
-/// Rounds a group to nearest, ties to even. Where a value is no finite number the scale is NaN.
+/// The scale of values of which the largest magnitude has these bits, and what they are multiplied with. Where one is no finite number
+/// the scale is NaN.
 #[inline(always)]
-fn round(values: &[f32; GROUP]) -> Rounded {
-    /// Added to a number of few bits, it leaves the number's integer in the lowest ones.
-    const SHIFT: f32 = 12_582_912.0;
+fn scale_of(largest: u32) -> (f32, f32) {
     const INFINITE: u32 = 0x7f80_0000;
-    let mut largest = 0;
-    for value in values {
-        largest = largest.max(value.to_bits() & 0x7fff_ffff);
-    }
     let magnitude = f32::from_bits(largest);
-    let scale = if largest >= INFINITE { f32::NAN } else { magnitude / 127.0 };
-    // Of numbers so small that the factor would be infinite there is nothing left.
-    let factor = if magnitude > 127.0 / f32::MAX && largest < INFINITE { 127.0 / magnitude } else { 0.0 };
-    let (mut codes, mut sums) = ([0; GROUP], [0; 2]);
-    for ((code, value), i) in codes.iter_mut().zip(values).zip(0..) {
-        let value = if largest < INFINITE { value * factor } else { 0.0 };
-        *code = (value + SHIFT).to_bits() as i8;
-        sums[i / (GROUP / 2)] += i32::from(*code);
+    if largest >= INFINITE {
+        (f32::NAN, 0.0)
+    } else if magnitude > 127.0 / f32::MAX {
+        (magnitude / 127.0, 127.0 / magnitude)
+    } else {
+        // Of numbers so small that the factor would be infinite there is nothing left.
+        (magnitude / 127.0, 0.0)
     }
-    Rounded { codes, scale, sums }
 }
 
 /// The values of a row of A from `k` on.

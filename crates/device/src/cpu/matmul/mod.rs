@@ -82,7 +82,7 @@ pub const SCRATCH_BYTES: usize = 1 << 20;
 /// What the bits of the result do not depend on: the number of threads; the other rows and columns computed with an
 /// element, as long as A has at most 24 rows, or more in both cases, or B is not contiguous along k. Sums are made
 /// of chains of 256 additions (of pairs, where the machine has an instruction for pairs of bf16; of 16 sums of 16 pairs with
-/// AMX), so that their error does not grow with k. A bf16 C is rounded once, to nearest even, after the old value was added. f32 products of more
+/// AMX), so that their error does not grow with k; those of integers are told in `int8`. A bf16 C is rounded once, to nearest even, after the old value was added. f32 products of more
 /// than 24 rows are the same on AVX2 and AVX-512.
 ///
 /// A B that is not contiguous along k may be cut along it at multiples of [`PIECE_ROWS`](crate::PIECE_ROWS): the products

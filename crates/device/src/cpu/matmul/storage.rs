@@ -1,7 +1,7 @@
 //! Reading elements of every storage type as vectors of f32; block types are dequantised on the way.
 //!
 //! This is the one place that knows how blocks are laid out: packing, dot products, embeddings and conversions all
-//! read through [`Storage`]. Layouts of GGUF types are those of ggml (`ggml-common.h`).
+//! read through [`Storage`]. (Products of integers want codes and scales apart: `int8/codes`.) Layouts of GGUF types are those of ggml (`ggml-common.h`).
 
 mod blocks;
 mod fp8;

@@ -487,6 +487,76 @@ fn as_integers(a: &Matrix, case: Case) -> Matrix {
     rounded
 }
 
+/// Every way of multiplying bytes that this machine has, with numbers of rows that each of them is for.
+#[test]
+fn few_rows_as_integers_of_every_kind() {
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    for dtype in block_types().filter(|dtype| int8::tiles::written(*dtype).is_some()) {
+        for (m, accumulate) in [(1, false), (2, true), (4, false), (8, true)] {
+            let (a, b) = ((DType::F32, Layout::Rows), (dtype, Layout::Columns));
+            let case = Case { compute: Compute::Int8, a, b, c: DType::F32, accumulate, m, k: 768, n: 19 };
+            let (a, b) = case.operands();
+            let rounded = as_integers(&a, case);
+            let mut fused = None;
+            for (i, kernels) in int8::rows::all().into_iter().enumerate() {
+                if m > kernels.few_rows {
+                    continue;
+                }
+                let got = case.run(a.view, b.view, |a, b, c| {
+                    // SAFETY: the matrices own their memory, and C is another.
+                    unsafe {
+                        run_on(&Product::new(kernels, a, b, c, accumulate), &mut Alone::new(&mut scratch))
+                    }
+                });
+                case.verify(Isa::Portable, &rounded, &b, &got);
+                assert!(
+                    i == 0 || fused.get_or_insert(got.clone()) == &got,
+                    "{case:?}: other bits of kind {i}"
+                );
+            }
+        }
+    }
+}
+
+/// Codes as far from zero as they may be.
+#[test]
+fn extreme_integers() {
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    // The type, the bytes of codes in a block, and those of scales.
+    let none = 0..0;
+    for (dtype, codes, scales) in [
+        (DType::Q8_0, 2..34, none.clone()),
+        (DType::Iq4Nl, 2..18, none.clone()),
+        (DType::Int8, 4..68, none.clone()),
+        (DType::Q5_1, 4..24, none),
+        (DType::Q5K, 16..176, 4..16),
+        (DType::Q6K, 0..192, 192..208),
+    ] {
+        for fill in [0x00, 0x7f, 0x80, 0xff] {
+            for m in [1, 2, 7, 25] {
+                let (a, b) = ((DType::F32, Layout::Rows), (dtype, Layout::Columns));
+                let case =
+                    Case { compute: Compute::Int8, a, b, c: DType::F32, accumulate: false, m, k: 256, n: 9 };
+                let (mut a, mut b) = case.operands();
+                for (i, bytes) in a.bytes.chunks_exact_mut(4).enumerate() {
+                    let value = if (i / case.k).is_multiple_of(2) { 3.0f32 } else { -3.0 };
+                    bytes.copy_from_slice(&value.to_le_bytes());
+                }
+                for block in b.bytes.chunks_exact_mut(dtype.block_bytes() as usize) {
+                    block[codes.clone()].fill(fill);
+                    block[scales.clone()].fill(0x7f);
+                }
+                let rounded = as_integers(&a, case);
+                for isa in Isa::available() {
+                    let got = case.alone(isa, a.view, b.view, &mut scratch);
+                    let floats = m > 24 && int8::tiles::kernels(isa, dtype).is_none();
+                    case.verify(isa, if floats { &a } else { &rounded }, &b, &got);
+                }
+            }
+        }
+    }
+}
+
 /// The product of each row alone.
 fn row_by_row(case: Case, isa: Isa, a: Operand, b: Operand, scratch: &mut [u8]) -> Vec<u8> {
     case.run(a, b, |a, b, c| {
@@ -515,7 +585,11 @@ fn few_rows_as_integers() {
             ((3, 768, 5), (DType::Bf16, DType::F32), true),
             ((4, 1024, 9), (DType::F32, DType::F32), false),
             ((7, 256, 33), (DType::F16, DType::F32), false),
+            ((5, 512, 40), (DType::F32, DType::F32), false),
+            ((8, 256, 34), (DType::Bf16, DType::Bf16), false),
+            ((9, 768, 8), (DType::F32, DType::F32), true),
             ((24, 1536, 6), (DType::F32, DType::F32), false),
+            ((24, 7168, 3), (DType::F32, DType::F32), false),
         ] {
             let compute = Compute::Int8;
             let (a, b) = ((a, Layout::Rows), (dtype, Layout::Columns));
@@ -566,6 +640,8 @@ fn more_rows_as_integers() {
             ((61, 768, 32), (DType::Bf16, DType::F32), true),
             ((28, 3328, 5), (DType::F16, DType::Bf16), true),
             ((40, 4096, 40), (DType::F32, DType::F32), true),
+            ((27, 6400, 33), (DType::F32, DType::F32), false),
+            ((26, 14_336, 4), (DType::F32, DType::Bf16), false),
         ] {
             let (a, b) = ((a, Layout::Rows), (dtype, Layout::Columns));
             let case = Case { compute: Compute::Int8, a, b, c, accumulate, m, k, n };
@@ -631,34 +707,50 @@ fn what_integers_do_not_suit_is_as_without() {
 #[test]
 fn rows_of_unusual_numbers_as_integers() {
     let mut scratch = vec![0; SCRATCH_BYTES];
-    let (a, b, c) = ((DType::F32, Layout::Rows), (DType::Q8_0, Layout::Columns), DType::F32);
-    let case = Case { compute: Compute::Int8, a, b, c, accumulate: false, m: 1, k: 64, n: 4 };
-    let (_, b) = case.operands();
-    for isa in Isa::available() {
-        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 1e-38, 1e-41, 0.0, -0.0] {
-            for place in [0, 17, 63] {
-                let mut values = [0.0f32; 64];
-                values[place] = value;
-                let a = Operand {
-                    data: values.as_ptr().cast(),
-                    dtype: DType::F32,
-                    rows: 1,
-                    columns: 64,
-                    row_stride: 64,
-                    column_stride: 1,
-                };
-                let got = case.alone(isa, a, b.view, &mut scratch);
-                for j in 0..4 {
-                    let bytes = got[4 * j..4 * j + 4].try_into().unwrap();
-                    let (got, expected) = (f32::from_le_bytes(bytes), value * b.get(place, j));
-                    if value.is_finite() && expected.is_finite() {
-                        let tolerance = expected.abs() * 1e-6 + 1e-37;
-                        assert!(
-                            (got - expected).abs() <= tolerance,
-                            "{isa} {value:e} gives {got:e}, not {expected:e}"
-                        );
-                    } else if !value.is_finite() {
-                        assert!(got.is_nan(), "{isa} {value} gives {got}");
+    for dtype in [DType::Q8_0, DType::Q4_1, DType::Q2K, DType::Q4K, DType::Q6K] {
+        for m in [1, 5, 25] {
+            let (a, b) = ((DType::F32, Layout::Rows), (dtype, Layout::Columns));
+            let case =
+                Case { compute: Compute::Int8, a, b, c: DType::F32, accumulate: false, m, k: 256, n: 4 };
+            let (_, b) = case.operands();
+            let largest = |j| (0..256).map(|k| b.get(k, j).abs()).fold(0.0f32, f32::max);
+            for isa in Isa::available() {
+                let large = if dtype == DType::Q8_0 { f32::MAX } else { 1e30 };
+                for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, large, 1e-38, 1e-41, 0.0, -0.0] {
+                    for place in [0, 17, 255] {
+                        // In the last row; the others are zeros.
+                        let mut values = vec![0.0f32; m * 256];
+                        values[(m - 1) * 256 + place] = value;
+                        let a = Operand {
+                            data: values.as_ptr().cast(),
+                            dtype: DType::F32,
+                            rows: m,
+                            columns: 256,
+                            row_stride: 256,
+                            column_stride: 1,
+                        };
+                        let got = case.alone(isa, a, b.view, &mut scratch);
+                        for (i, row) in got.chunks_exact(4 * 9).enumerate() {
+                            for j in 0..4 {
+                                let got = f32::from_le_bytes(row[4 * j..4 * j + 4].try_into().unwrap());
+                                let expected = if i + 1 == m { value * b.get(place, j) } else { 0.0 };
+                                let size = if i + 1 == m { value.abs() * largest(j) } else { 0.0 };
+                                if size.is_finite() {
+                                    let tolerance = size * 4e-6 + 1e-36;
+                                    assert!(
+                                        (got - expected).abs() <= tolerance,
+                                        "{isa} {dtype}, {m} rows: {value:e} gives {got:e}, not {expected:e}"
+                                    );
+                                } else if !value.is_finite() {
+                                    // Rows of floats keep infinities.
+                                    let kept = m > 24 && got.is_infinite();
+                                    assert!(
+                                        got.is_nan() || kept,
+                                        "{isa} {dtype}, {m} rows: {value} gives {got}"
+                                    );
+                                }
+                            }
+                        }
                     }
                 }
             }

@@ -217,6 +217,9 @@ pub(super) unsafe fn multiply<E: Engine, const HEIGHT: usize>(
     }
 }
 
+/// What added to a sum leaves it as it is, -0.0 too.
+pub(super) const NOTHING: f32 = -0.0;
+
 /// Columns of the widest tile of any engine.
 pub(super) const MAX_WIDTH: usize = 32;
 
@@ -280,7 +283,7 @@ unsafe fn buffered_tile<E: Engine>(
             }
             if matches!(finish, Finish::F16 | Finish::AddF16) {
                 for j in 0..columns {
-                    let old = if finish == Finish::AddF16 { f16_value(*out.add(j)) } else { 0.0 };
+                    let old = if finish == Finish::AddF16 { f16_value(*out.add(j)) } else { NOTHING };
                     *out.add(j) = f16_bits(old + *sums.add(j));
                 }
                 continue;
@@ -294,7 +297,7 @@ unsafe fn buffered_tile<E: Engine>(
                     sum.store_bf16(out.add(j));
                 } else {
                     for j in j..columns {
-                        let old = if finish == Finish::AddBf16 { bf16_value(*out.add(j)) } else { 0.0 };
+                        let old = if finish == Finish::AddBf16 { bf16_value(*out.add(j)) } else { NOTHING };
                         *out.add(j) = bf16_bits(old + *sums.add(j));
                     }
                 }

@@ -1,5 +1,7 @@
 //! Registers of 32 bytes on each instruction set, which hold eight lanes of 32 bits as well, and eight lanes of f32.
 
+use super::scale_of;
+use crate::cpu::matmul::storage::GROUP;
 use crate::cpu::matmul::vector;
 
 /// 32 bytes, and what multiplies them.
@@ -11,6 +13,11 @@ pub(super) trait Integers {
     /// Eight lanes.
     type Floats: Copy;
 
+    /// Values as signed integers to nearest, ties to even, and their scale. Where a value is no finite number, the scale is NaN and the
+    /// integers are anything.
+    unsafe fn round(values: &[f32; GROUP]) -> (Self::Bytes, f32);
+    /// Sums of the first and of the last 16 signed bytes.
+    unsafe fn half_sums(bytes: Self::Bytes) -> [i32; 2];
     unsafe fn bytes(p: *const u8) -> Self::Bytes;
     /// 16 bytes, twice.
     unsafe fn bytes_twice(p: *const u8) -> Self::Bytes;
@@ -24,8 +31,8 @@ pub(super) trait Integers {
     unsafe fn sixteens(bits: *const u8) -> Self::Bytes;
     /// table[code], of codes below 16.
     unsafe fn look_up(codes: Self::Bytes, table: &[i8; 16]) -> Self::Bytes;
-    /// The products of codes with the 32 signed bytes at `with`, of which none is -128, four added up in each lane of 32 bits. Codes are
-    /// unsigned, below 64; or signed.
+    /// The products of codes with the 32 signed bytes at `with`, four added up in each lane of 32 bits. Codes are unsigned, below 64; or
+    /// signed. Where a byte is -128, which [`round`](Self::round) makes of no number, the sum is anything.
     unsafe fn dot(codes: Self::Bytes, with: *const i8, signed: bool) -> Self::Bytes;
     /// Of each register's eight lanes of 32 bits the sums of the first four and of the last four: a lane for each register.
     unsafe fn add_up(registers: [Self::Bytes; 8]) -> [Self::Bytes; 2];
@@ -68,6 +75,33 @@ pub(super) struct Portable;
 impl Integers for Portable {
     type Bytes = [u8; 32];
     type Floats = [f32; 8];
+
+    #[inline(always)]
+    unsafe fn round(values: &[f32; GROUP]) -> ([u8; 32], f32) {
+        /// Added to a number of few bits, it leaves the number's integer in the lowest ones.
+        const SHIFT: f32 = 12_582_912.0;
+        let mut largest = 0;
+        for value in values {
+            largest = largest.max(value.to_bits() & 0x7fff_ffff);
+        }
+        let (scale, factor) = scale_of(largest);
+        let mut codes = [0; GROUP];
+        for (code, value) in codes.iter_mut().zip(values) {
+            *code = (value * factor + SHIFT).to_bits() as u8;
+        }
+        (codes, scale)
+    }
+
+    #[inline(always)]
+    unsafe fn half_sums(bytes: [u8; 32]) -> [i32; 2] {
+        let mut sums = [0; 2];
+        for (sum, half) in sums.iter_mut().zip(bytes.as_chunks::<16>().0) {
+            for byte in half {
+                *sum += i32::from(*byte as i8);
+            }
+        }
+        sums
+    }
 
     #[inline(always)]
     unsafe fn bytes(p: *const u8) -> [u8; 32] {
@@ -233,7 +267,7 @@ pub(super) use x86::{Avx2, Avx512Vnni, AvxVnni};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{Integers, vector};
+    use super::{GROUP, Integers, scale_of, vector};
     use crate::cpu::matmul::vector::{MAX_LANES, Vector};
 
     /// Sums of four products of an unsigned and a signed byte, in each of eight lanes of 32 bits.
@@ -280,6 +314,44 @@ mod x86 {
     impl<T: Fours> Integers for T {
         type Bytes = __m256i;
         type Floats = __m256;
+
+        #[inline(always)]
+        unsafe fn round(values: &[f32; GROUP]) -> (__m256i, f32) {
+            unsafe {
+                let mut all = [_mm256_setzero_ps(); 4];
+                let mut largest = _mm256_setzero_si256();
+                for (i, eight) in all.iter_mut().enumerate() {
+                    *eight = _mm256_loadu_ps(values.as_ptr().add(8 * i));
+                    let bits = _mm256_and_si256(_mm256_castps_si256(*eight), _mm256_set1_epi32(i32::MAX));
+                    largest = _mm256_max_epu32(largest, bits);
+                }
+                let four =
+                    _mm_max_epu32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256::<1>(largest));
+                let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0x4e>(four));
+                let one = _mm_max_epu32(two, _mm_shuffle_epi32::<0xb1>(two));
+                let (scale, factor) = scale_of(_mm_cvtsi128_si32(one) as u32);
+                let mut integers = [_mm256_setzero_si256(); 4];
+                for (integers, values) in integers.iter_mut().zip(all) {
+                    *integers = _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(factor)));
+                }
+                let [a, b, c, d] = integers;
+                let bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+                // Packing goes half by half.
+                let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+                (_mm256_permutevar8x32_epi32(bytes, order), scale)
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn half_sums(bytes: __m256i) -> [i32; 2] {
+            unsafe {
+                let fours = T::fours(_mm256_set1_epi8(1), bytes);
+                let pairs = _mm256_add_epi32(fours, _mm256_shuffle_epi32::<0x4e>(fours));
+                let sums = _mm256_add_epi32(pairs, _mm256_shuffle_epi32::<0xb1>(pairs));
+                let second = _mm256_extracti128_si256::<1>(sums);
+                [_mm_cvtsi128_si32(_mm256_castsi256_si128(sums)), _mm_cvtsi128_si32(second)]
+            }
+        }
 
         #[inline(always)]
         unsafe fn bytes(p: *const u8) -> __m256i {

@@ -6,7 +6,7 @@ use super::codes::{Blocks8, Codes, Scales, by_codes};
 #[cfg(target_arch = "x86_64")]
 use super::integers::{Avx2, Avx512Vnni, AvxVnni};
 use super::integers::{Integers, Portable};
-use super::{Rounded, TOGETHER, group_of, round};
+use super::{TOGETHER, group_of};
 use crate::cpu::Isa;
 use crate::cpu::matmul::few_rows::{self, Columns, Dots};
 use crate::cpu::matmul::kernels::Kernels;
@@ -36,9 +36,26 @@ pub(super) fn kernels(isa: Isa) -> &'static Kernels {
     }
 }
 
-/// Defines a module with the table of a kind of integers, beside that of its f32.
+/// Those of every kind of integers that this machine has.
+#[cfg(test)]
+pub(in crate::cpu::matmul) fn all() -> Vec<&'static Kernels> {
+    let mut all: Vec<&'static Kernels> = vec![&portable::KERNELS];
+    #[cfg(target_arch = "x86_64")]
+    if Isa::detect() >= Isa::Avx2 {
+        all.push(&avx2::KERNELS);
+        if is_x86_feature_detected!("avxvnni") {
+            all.push(&avx_vnni::KERNELS);
+        }
+        if Isa::detect() >= Isa::Avx512 && is_x86_feature_detected!("avx512vnni") {
+            all.push(&avx512_vnni::KERNELS);
+        }
+    }
+    all
+}
+
+/// Defines a module with the table of a kind of integers, for so many rows at most, beside that of its f32.
 macro_rules! kernels {
-    ($module:ident, $integers:ty, $isa:expr $(, $features:literal)?) => {
+    ($module:ident, $integers:ty, $few:expr, $isa:expr $(, $features:literal)?) => {
         mod $module {
             use std::sync::LazyLock;
 
@@ -46,6 +63,7 @@ macro_rules! kernels {
             use crate::Compute;
 
             pub static KERNELS: LazyLock<Kernels> = LazyLock::new(|| Kernels {
+                few_rows: $few,
                 k_per_unit: 1,
                 pack_rows,
                 multiply_columns,
@@ -55,7 +73,7 @@ macro_rules! kernels {
             $(#[target_feature(enable = $features)])?
             unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
                 // SAFETY: the caller vouches for the operands, this function's attribute for the instruction set.
-                unsafe { super::pack_rows(a, k, to) }
+                unsafe { super::pack_rows::<$integers>(a, k, to) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -66,7 +84,8 @@ macro_rules! kernels {
                         0..=1 => by_codes!(task.b.dtype, columns::<[], 1>(task)),
                         2 => by_codes!(task.b.dtype, columns::<[], 2>(task)),
                         3..=4 => by_codes!(task.b.dtype, columns::<[], 4>(task)),
-                        _ => by_codes!(task.b.dtype, columns::<[], 8>(task)),
+                        _ if $few > MOST => by_codes!(task.b.dtype, columns::<[], 8>(task)),
+                        _ => {}
                     }
                 }
             }
@@ -81,13 +100,20 @@ macro_rules! kernels {
     };
 }
 
-kernels!(portable, Portable, Isa::Portable);
+kernels!(portable, Portable, few_rows::MAX_ROWS, Isa::Portable);
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, Avx2, Isa::Avx2, "avx2,fma,f16c");
+kernels!(avx2, Avx2, few_rows::MAX_ROWS, Isa::Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
-kernels!(avx_vnni, AvxVnni, Isa::Avx2, "avx2,fma,f16c,avxvnni");
+kernels!(avx_vnni, AvxVnni, few_rows::MAX_ROWS, Isa::Avx2, "avx2,fma,f16c,avxvnni");
+// More rows are for tiles there.
 #[cfg(target_arch = "x86_64")]
-kernels!(avx512_vnni, Avx512Vnni, Isa::Avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c");
+kernels!(
+    avx512_vnni,
+    Avx512Vnni,
+    MOST,
+    Isa::Avx512,
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
+);
 
 /// A packed row: codes; of each 32 the scale, and the sum of the codes as it is and times the scale; these for each 16.
 #[derive(Clone, Copy)]
@@ -131,9 +157,9 @@ impl Row {
 /// Rounds rows of A to integers; then rows of zeros up to [`padded_rows`](few_rows::padded_rows).
 ///
 /// # Safety
-/// The operand is valid, of a float type, `k` is a multiple of a group and `to` has room for its rows.
+/// The machine has the instruction set, the operand is valid, of a float type, `k` is a multiple of a group and `to` has room for its rows.
 #[inline(always)]
-unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
+unsafe fn pack_rows<I: Integers>(a: Lines, k: usize, to: *mut f32) {
     for index in 0..few_rows::padded_rows(a.count) {
         let row = Row::at(to, index, k);
         for group in 0..k / GROUP {
@@ -142,15 +168,15 @@ unsafe fn pack_rows(a: Lines, k: usize, to: *mut f32) {
                 // SAFETY: the caller vouches for the operand.
                 values = unsafe { group_of(a, index, group * GROUP) };
             }
-            let Rounded { codes, scale, sums } = round(&values);
-            let [first, second] = sums;
             // SAFETY: the row has room for its groups.
             unsafe {
-                row.codes.add(group * GROUP).cast::<[i8; GROUP]>().write(codes);
+                let (codes, scale) = I::round(&values);
+                let [first, second] = I::half_sums(codes);
+                I::store_bytes(codes, row.codes.add(group * GROUP).cast());
                 row.scales.add(group).write(scale);
                 row.sums.codes.add(group).write(first + second);
                 row.sums.values.add(group).write(scale * (first + second) as f32);
-                row.half_sums.codes.add(2 * group).cast::<[i32; 2]>().write(sums);
+                row.half_sums.codes.add(2 * group).cast::<[i32; 2]>().write([first, second]);
                 let halves = [scale * first as f32, scale * second as f32];
                 row.half_sums.values.add(2 * group).cast::<[f32; 2]>().write(halves);
             }

@@ -1,7 +1,7 @@
 //! More rows of A: a prompt's x W^T, or that of several sequences, in tiles of six rows by 32 columns whose f32 sums stay in registers.
 //!
-//! The machine multiplies unsigned bytes with signed ones: codes of A are stored 128 higher, codes of B less that of zero where they are
-//! unsigned. A sum of products begins with -128 times the sum of B's codes, and so comes out exact. A group of 32 values of k is a
+//! The machine multiplies unsigned bytes with signed ones: codes of A are stored 128 higher, and codes of B less that of zero where they
+//! have one; others are below 128 anyway. A sum of products begins with -128 times the sum of B's codes, and so comes out exact. A group of 32 values of k is a
 //! *step* of a panel, of whole rows of 32-bit lanes:
 //!
 //! | B, 32 lanes a row | A, 6 lanes a row |
@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use super::codes::{Blocks8, Codes, Scales, by_codes};
 use super::integers::Integers;
-use super::{Rounded, TOGETHER, group_of, round};
+use super::{TOGETHER, group_of};
 use crate::DType;
 use crate::cpu::Isa;
 use crate::cpu::matmul::few_rows;
@@ -34,6 +34,7 @@ const WIDTH: usize = MAX_WIDTH;
 const ROWS_OF_CODES: usize = GROUP / size_of::<f32>();
 /// Blocks of k are cut at multiples of this, of which every type has whole blocks. Sums go on from one to the next.
 const CHAIN_K: usize = 1024;
+const _: () = assert!(CHAIN_K.is_multiple_of(256));
 /// Parts of a step that have scales of their own.
 const fn parts(halves: bool) -> usize {
     if halves { 2 } else { 1 }
@@ -44,7 +45,7 @@ const fn step_units(halves: bool, minima: bool) -> usize {
     ROWS_OF_CODES + parts(halves) * if minima { 3 } else { 2 }
 }
 
-/// Whether halves of a group have scales, and whether there are minima that no scale gives.
+/// Whether halves of a group have scales, and whether there are minima.
 fn kind<S: Codes>() -> Option<[bool; 2]> {
     Some([S::HALVES, S::MINIMA])
 }
@@ -198,7 +199,7 @@ macro_rules! kernels {
                 to: Panels,
             ) {
                 // SAFETY: the caller vouches for the operands, this function's attribute for the instruction set.
-                unsafe { super::pack_a::<HALVES, MINIMA>(from, lines, k, to) }
+                unsafe { super::pack_a::<$integers, HALVES, MINIMA>(from, lines, k, to) }
             }
 
             $(#[target_feature(enable = $features)])?
@@ -267,9 +268,9 @@ kernels!(
 /// Rounds rows of A into panels of [`HEIGHT`]. Rows of the last panel that do not exist are not written.
 ///
 /// # Safety
-/// The operand is valid, `k` whole groups, and panels have room for their steps.
+/// The machine has the instruction set, the operand is valid, `k` whole groups, and panels have room for their steps.
 #[inline(always)]
-unsafe fn pack_a<const HALVES: bool, const MINIMA: bool>(
+unsafe fn pack_a<I: Integers, const HALVES: bool, const MINIMA: bool>(
     from: Lines,
     lines: Range<usize>,
     k: Range<usize>,
@@ -281,18 +282,19 @@ unsafe fn pack_a<const HALVES: bool, const MINIMA: bool>(
         for k in k.clone().step_by(GROUP) {
             // SAFETY: as for this function.
             unsafe {
-                let Rounded { codes, scale, sums } = round(&group_of(from, row, k));
-                let put = |at: usize, value: f32| step.add(at * width).write(value);
-                for (unit, codes) in codes.as_chunks::<4>().0.iter().enumerate() {
-                    let unsigned = u32::from_ne_bytes(codes.map(|code| code as u8)) ^ 0x8080_8080;
-                    put(unit, f32::from_bits(unsigned));
+                let (codes, scale) = I::round(&group_of(from, row, k));
+                let mut unsigned = [0u32; ROWS_OF_CODES];
+                I::store_bytes(I::less(codes, 128), unsigned.as_mut_ptr().cast());
+                for (unit, codes) in unsigned.iter().enumerate() {
+                    step.add(unit * width).cast::<u32>().write(*codes);
                 }
-                put(ROWS_OF_CODES, scale);
-                if MINIMA && HALVES {
-                    put(ROWS_OF_CODES + 1, scale * sums[0] as f32);
-                    put(ROWS_OF_CODES + 2, scale * sums[1] as f32);
-                } else if MINIMA {
-                    put(ROWS_OF_CODES + 1, scale * (sums[0] + sums[1]) as f32);
+                step.add(ROWS_OF_CODES * width).write(scale);
+                if MINIMA {
+                    let [first, second] = I::half_sums(codes);
+                    let sums = if HALVES { [first, second] } else { [first + second, 0] };
+                    for (part, sum) in sums.iter().enumerate().take(parts(HALVES)) {
+                        step.add((ROWS_OF_CODES + 1 + part) * width).write(scale * *sum as f32);
+                    }
                 }
             }
             step = step.wrapping_add(step_units(HALVES, MINIMA) * width);
