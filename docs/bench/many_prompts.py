@@ -45,6 +45,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=200, help="new tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", help="load line, for example 400MiB")
+    parser.add_argument("--quantize-activations", action="store_true", help="inputs of linears in 8-bit integers")
     own = parser.parse_args()
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(own.parallel)]
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +54,7 @@ def main():
             file.write("\n".join(prompts) + "\n")
         usual = [own.plimsoll, "generate", "--model", own.model, "--max-tokens", str(own.tokens), "--json"]
         usual += ["--memory", own.memory] if own.memory else []
+        usual += ["--quantize-activations"] if own.quantize_activations else []
         ways = {
             "one prompt": ["--prompt", prompts[0]],
             "one after the other": ["--prompts", all_of_them, "--parallel", "1"],
