@@ -26,7 +26,8 @@ const BUCKETS: usize = 4096;
 /// Numbers that are coded at a time.
 pub(super) const BLOCK: usize = crate::BLOCK_8BIT as usize;
 
-/// A data type of 256 values, of either sign or not negative.
+/// A data type of 256 values, of either sign or not negative. Some tables are for vectors.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(super) struct DynamicMap<const SIGNED: bool> {
     /// In rising order.
     values: [f32; 256],
