@@ -123,7 +123,7 @@ impl Bench {
         Ok((2 * tokens * inputs * outputs) as f64 / seconds)
     }
 
-    /// y = x W^T and dx = dy W of a batch in bf16 and of a prompt in f32, with weights of every type.
+    /// y = x W^T and dx = dy W of a batch in bf16 and of a prompt in f32 and in integers, with weights of every type.
     fn frozen(&self) -> Result<(), Box<dyn Error>> {
         self.frozen_of(512, DType::Bf16, Compute::Bf16)?;
         self.frozen_of(256, DType::F32, Compute::F32)?;

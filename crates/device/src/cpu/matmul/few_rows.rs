@@ -29,7 +29,7 @@ const TASK_BYTES: usize = 16 << 10;
 const AHEAD: usize = 6144;
 
 /// Columns at most that kernels multiply together.
-const TOGETHER: usize = 8;
+pub(super) const MOST_COLUMNS: usize = 8;
 
 /// Values of a column that are decoded at a time: whole blocks of every type.
 const DECODED: usize = 256;
@@ -39,18 +39,17 @@ const MAX_ROW_BYTES: usize = 512 << 10;
 
 /// Whether this is the way to compute a product.
 pub(super) fn suits(product: &Product) -> bool {
-    let Product { kernels, a, b, k, .. } = *product;
-    a.count <= kernels.few_rows
-        && k > 0
-        && a.dtype.is_float()
-        && fits(k, kernels.k_per_unit)
-        && b.k_stride == 1
-        && b.stride.is_multiple_of(b.dtype.block_elements() as usize)
+    product.a.count <= product.kernels.few_rows && streams(product)
 }
 
-/// Whether a packed row of `k` values is no longer than it may be.
-pub(super) fn fits(k: usize, k_per_unit: usize) -> bool {
-    row_units(k, k_per_unit) * size_of::<f32>() <= MAX_ROW_BYTES
+/// Whether this can stream B, but for the number of rows.
+pub(super) fn streams(product: &Product) -> bool {
+    let Product { kernels, a, b, k, .. } = *product;
+    k > 0
+        && a.dtype.is_float()
+        && row_units(k, kernels.k_per_unit) * size_of::<f32>() <= MAX_ROW_BYTES
+        && b.k_stride == 1
+        && b.stride.is_multiple_of(b.dtype.block_elements() as usize)
 }
 
 /// Computes a product that this suits.
@@ -61,10 +60,10 @@ pub(super) unsafe fn run(product: &Product, crew: &mut impl Crew) {
     let Product { kernels, a, b, k, c, accumulate } = *product;
     let common = crew.common();
     let row_bytes = row_units(k, kernels.k_per_unit) * size_of::<f32>();
-    let fit = |rows: &usize| padded_rows(*rows) * row_bytes <= common.bytes;
-    let group = [MAX_ROWS, 16, 8, 4, 2].into_iter().find(fit).unwrap_or(1);
+    let fits = |rows: &usize| padded_rows(*rows) * row_bytes <= common.bytes;
+    let group = [MAX_ROWS, 16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
     let column_bytes = b.dtype.bytes_for(b.stride as u64).unwrap_or(0) as usize;
-    let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(TOGETHER);
+    let each = (TASK_BYTES / column_bytes.max(1)).max(1).next_multiple_of(MOST_COLUMNS);
     for first in (0..a.count).step_by(group) {
         let a = a.part(first..a.count.min(first + group));
         let c_bytes = c.dtype.block_bytes() as usize;

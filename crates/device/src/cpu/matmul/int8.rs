@@ -24,24 +24,29 @@ use crate::cpu::Isa;
 use codes::has_codes;
 
 /// Columns of B that share a vector of sums.
-const TOGETHER: usize = 8;
+const TOGETHER: usize = few_rows::MOST_COLUMNS;
 
 /// The same product by integers, where that is possible and pays.
 pub(super) fn product(isa: Isa, product: &Product) -> Option<Product> {
     let Product { a, b, k, .. } = *product;
-    let block = b.dtype.block_elements() as usize;
-    let whole = k > 0 && k.is_multiple_of(block) && b.stride.is_multiple_of(block) && few_rows::fits(k, 1);
-    if !has_codes(b.dtype) || !whole || b.k_stride != 1 || !a.dtype.is_float() {
+    let few = Product { kernels: rows::kernels(isa), ..*product };
+    let whole = k.is_multiple_of(b.dtype.block_elements() as usize);
+    if !has_codes(b.dtype) || !whole || !few_rows::streams(&few) {
         return None;
     }
-    let tiles = tiles::kernels(isa, b.dtype);
     let many = a.count > few_rows::MAX_ROWS;
     // Tiles of AMX multiply bf16 faster still.
     let amx = a.dtype == DType::Bf16 && isa.min(Isa::detect()) >= Isa::Amx;
-    match tiles {
-        Some(kernels) if a.count > rows::MOST && !(many && amx) => Some(Product { kernels, ..*product }),
-        _ => Some(Product { kernels: rows::kernels(isa), ..*product }).filter(few_rows::suits),
+    match tiles::kernels(isa, b.dtype) {
+        Some(kernels) if a.count > rows::MOST && !(many && amx) => Some(Product { kernels, ..few }),
+        _ => Some(few).filter(few_rows::suits),
     }
+}
+
+/// Whether `isa`, or the best that this machine has, multiplies bytes in vectors of 512 bits.
+#[cfg(target_arch = "x86_64")]
+fn has_vnni(isa: Isa) -> bool {
+    isa.min(Isa::detect()) >= Isa::Avx512 && is_x86_feature_detected!("avx512vnni")
 }
 
 /// The scale of values of which the largest magnitude has these bits, and what they are multiplied with. Where one is no finite number

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 
+use super::kernels::Kernels;
 #[cfg(target_arch = "x86_64")]
 use super::kernels::amx_pairs;
 use super::storage::element;
@@ -155,6 +156,14 @@ impl Case {
         })
     }
 
+    /// By the kernels of a table, which this machine has.
+    fn by(&self, kernels: &'static Kernels, a: Operand, b: Operand, scratch: &mut [u8]) -> Vec<u8> {
+        self.run(a, b, |a, b, c| {
+            // SAFETY: as above, and the machine has what the table needs.
+            unsafe { run_on(&Product::new(kernels, a, b, c, self.accumulate), &mut Alone::new(scratch)) }
+        })
+    }
+
     /// Compares some places of C, and all places beside it, with what they should be.
     fn verify(&self, isa: Isa, a: &Matrix, b: &Matrix, got: &[u8]) {
         let (before, stride) = self.before();
@@ -225,12 +234,7 @@ fn check_amx_written_out(case: Case, scratch: &mut [u8]) {
         return;
     }
     let (a, b) = case.operands();
-    let written = case.run(a.view, b.view, |a, b, c| {
-        // SAFETY: the matrices own their memory, and C is another; the machine has what the table needs.
-        unsafe {
-            run_on(&Product::new(&amx_pairs::WRITTEN, a, b, c, case.accumulate), &mut Alone::new(scratch))
-        }
-    });
+    let written = case.by(&amx_pairs::WRITTEN, a.view, b.view, scratch);
     case.verify(Isa::Amx, &a, &b, &written);
     if Isa::detect() >= Isa::Amx {
         assert!(written == case.alone(Isa::Amx, a.view, b.view, scratch), "{case:?}: other bits written out");
@@ -502,12 +506,7 @@ fn few_rows_as_integers_of_every_kind() {
                 if m > kernels.few_rows {
                     continue;
                 }
-                let got = case.run(a.view, b.view, |a, b, c| {
-                    // SAFETY: the matrices own their memory, and C is another.
-                    unsafe {
-                        run_on(&Product::new(kernels, a, b, c, accumulate), &mut Alone::new(&mut scratch))
-                    }
-                });
+                let got = case.by(kernels, a.view, b.view, &mut scratch);
                 case.verify(Isa::Portable, &rounded, &b, &got);
                 assert!(
                     i == 0 || fused.get_or_insert(got.clone()) == &got,
@@ -630,9 +629,7 @@ fn more_rows_as_integers() {
     let mut scratch = vec![0; SCRATCH_BYTES];
     let mut types = 0;
     for dtype in block_types() {
-        if int8::tiles::written(dtype).is_none() {
-            continue;
-        }
+        let Some(kernels) = int8::tiles::written(dtype) else { continue };
         types += 1;
         for ((m, k, n), (a, c), accumulate) in [
             ((25, 512, 13), (DType::F32, DType::F32), false),
@@ -647,11 +644,7 @@ fn more_rows_as_integers() {
             let case = Case { compute: Compute::Int8, a, b, c, accumulate, m, k, n };
             let (a, b) = case.operands();
             let rounded = as_integers(&a, case);
-            let written = case.run(a.view, b.view, |a, b, c| {
-                let kernels = int8::tiles::written(dtype).unwrap();
-                // SAFETY: the matrices own their memory, and C is another.
-                unsafe { run_on(&Product::new(kernels, a, b, c, accumulate), &mut Alone::new(&mut scratch)) }
-            });
+            let written = case.by(kernels, a.view, b.view, &mut scratch);
             case.verify(Isa::Portable, &rounded, &b, &written);
             let floats = Case { compute: case.compute.beside(case.a.0), ..case };
             for isa in Isa::available() {

@@ -5,6 +5,7 @@
 use super::TOGETHER;
 use super::integers::Integers;
 use crate::cpu::matmul::storage::{self, Blocks, GROUP, IQ4_NL, MAX_GROUPS, Storage, TWICE_E2M1, half_e8m0};
+use crate::cpu::matmul::tile::{LINE, prefetch_later};
 
 /// Scales and minima of eight columns' blocks, a lane for each: of their groups, or of the halves of groups.
 #[derive(Clone, Copy)]
@@ -35,6 +36,31 @@ pub(super) trait Codes: Blocks + Storage {
     /// Those of eight blocks.
     unsafe fn eight_scales<I: Integers>(blocks: &Blocks8) -> Scales<I::Floats>;
 }
+
+/// Goes on to the next blocks, and asks for those `ahead` bytes further on.
+#[inline(always)]
+pub(super) fn next_blocks<S: Codes>(blocks: &mut Blocks8, ahead: usize) {
+    for block in blocks {
+        for line in (0..S::BYTES).step_by(LINE) {
+            prefetch_later(block.wrapping_add(ahead + line));
+        }
+        *block = block.wrapping_add(S::BYTES);
+    }
+}
+
+/// Does something with each group of a block that has so many. Written out, as what is shifted and masked is then known beforehand.
+macro_rules! each_group {
+    ($groups:ident, $group:ident => $does:expr) => {
+        each_group!($groups, $group => $does; 0, 1, 2, 3, 4, 5, 6, 7)
+    };
+    ($groups:ident, $group:ident => $does:expr; $($number:literal),*) => {
+        $(if $number < $groups {
+            let $group: usize = $number;
+            $does;
+        })*
+    };
+}
+pub(super) use each_group;
 
 /// Whether a type is one of those that [`by_codes`] names.
 pub(super) fn has_codes(dtype: crate::DType) -> bool {
@@ -93,16 +119,16 @@ fn alike<F: Copy>([scale, minimum]: [F; 2]) -> Scales<F> {
 
 /// An f16 at the beginning of each block.
 #[inline(always)]
-unsafe fn f16_scales<I: Integers>(blocks: &Blocks8) -> [I::Floats; 2] {
+unsafe fn f16_scales<I: Integers>(blocks: &Blocks8) -> Scales<I::Floats> {
     // SAFETY: the caller's blocks hold an f16.
-    unsafe { [I::eight_f16(*blocks), I::splat(0.0)] }
+    unsafe { alike([I::eight_f16(*blocks), I::splat(0.0)]) }
 }
 
 /// Two of them, the second one the minimum.
 #[inline(always)]
-unsafe fn f16_scales_and_minima<I: Integers>(blocks: &Blocks8) -> [I::Floats; 2] {
+unsafe fn f16_scales_and_minima<I: Integers>(blocks: &Blocks8) -> Scales<I::Floats> {
     // SAFETY: the caller's blocks hold two f16.
-    unsafe { [I::eight_f16(*blocks), I::eight_f16(after(blocks, 2))] }
+    unsafe { alike([I::eight_f16(*blocks), I::eight_f16(after(blocks, 2))]) }
 }
 
 /// What a function finds in each block.
@@ -112,17 +138,19 @@ macro_rules! each {
         for (scale, $block) in scales.iter_mut().zip($blocks) {
             *scale = $scale;
         }
-        [I::load(scales.as_ptr()), I::splat(0.0)]
+        alike([I::load(scales.as_ptr()), I::splat(0.0)])
     }};
 }
 
-/// A type of small blocks: whether codes are signed, the code of zero of unsigned ones without minima, codes of a group of a block, and
-/// the scales and minima of eight blocks.
-macro_rules! small {
-    ($storage:ident, signed: $signed:literal, $(zero: $zero:literal,)? ($block:ident, $group:pat) => $codes:expr, $blocks:ident => $scales:expr) => {
+/// A type with integer codes: what is said of them besides, as constants of [`Codes`]; the codes of a group of a block; and the scales and
+/// minima of eight blocks.
+macro_rules! codes {
+    (
+        $storage:ident $(, $constant:ident: $of:ty = $value:expr)*;
+        ($block:ident, $group:pat) => $codes:expr, $blocks:ident => $scales:expr
+    ) => {
         impl Codes for storage::$storage {
-            const SIGNED: bool = $signed;
-            $(const ZERO: Option<u8> = Some($zero);)?
+            $(const $constant: $of = $value;)*
 
             #[inline(always)]
             unsafe fn codes<I: Integers>($block: *const u8, $group: usize) -> I::Bytes {
@@ -133,37 +161,37 @@ macro_rules! small {
             #[inline(always)]
             unsafe fn eight_scales<I: Integers>($blocks: &Blocks8) -> Scales<I::Floats> {
                 // SAFETY: as the trait says.
-                unsafe { alike($scales) }
+                unsafe { $scales }
             }
         }
     };
 }
 
-small!(Q8_0, signed: true, (block, _) => I::bytes(block.add(2)), blocks => f16_scales::<I>(blocks));
-small!(Q4_0, signed: false, zero: 8, (block, _) => nibbles::<I>(block.add(2)), blocks => f16_scales::<I>(blocks));
-small!(Q4_1, signed: false, (block, _) => nibbles::<I>(block.add(4)), blocks => f16_scales_and_minima::<I>(blocks));
-small!(
-    Q5_0, signed: false, zero: 16,
+codes!(Q8_0, SIGNED: bool = true; (block, _) => I::bytes(block.add(2)), blocks => f16_scales::<I>(blocks));
+codes!(Q4_0, ZERO: Option<u8> = Some(8); (block, _) => nibbles::<I>(block.add(2)), blocks => f16_scales::<I>(blocks));
+codes!(Q4_1; (block, _) => nibbles::<I>(block.add(4)), blocks => f16_scales_and_minima::<I>(blocks));
+codes!(
+    Q5_0, ZERO: Option<u8> = Some(16);
     (block, _) => I::either(nibbles::<I>(block.add(6)), I::sixteens(block.add(2))),
     blocks => f16_scales::<I>(blocks)
 );
-small!(
-    Q5_1, signed: false,
+codes!(
+    Q5_1;
     (block, _) => I::either(nibbles::<I>(block.add(8)), I::sixteens(block.add(4))),
     blocks => f16_scales_and_minima::<I>(blocks)
 );
-small!(
-    Iq4Nl, signed: true,
+codes!(
+    Iq4Nl, SIGNED: bool = true;
     (block, _) => I::look_up(nibbles::<I>(block.add(2)), const { &table(&IQ4_NL) }),
     blocks => f16_scales::<I>(blocks)
 );
-small!(
-    Mxfp4, signed: true,
+codes!(
+    Mxfp4, SIGNED: bool = true;
     (block, _) => I::look_up(nibbles::<I>(block.add(1)), const { &table(&TWICE_E2M1) }),
     blocks => each!(blocks, block => half_e8m0(**block))
 );
-small!(
-    Int8, signed: true,
+codes!(
+    Int8, SIGNED: bool = true;
     (block, group) => I::bytes(block.add(4 + group * GROUP)),
     blocks => each!(blocks, block => f32::from_bits(u32::from_le(block.cast::<u32>().read_unaligned())))
 );
@@ -233,34 +261,12 @@ fn after(blocks: &Blocks8, bytes: usize) -> Blocks8 {
     places
 }
 
-/// A type of blocks of 256: whether halves of groups have scales, the code of zero of those without minima, codes of a group of a block,
-/// and the scales and minima of eight blocks.
-macro_rules! large {
-    ($storage:ident, halves: $halves:literal, $(zero: $zero:literal,)? ($block:ident, $group:ident) => $codes:expr, $blocks:ident => $scales:expr) => {
-        impl Codes for storage::$storage {
-            const HALVES: bool = $halves;
-            $(const ZERO: Option<u8> = Some($zero);)?
-
-            #[inline(always)]
-            unsafe fn codes<I: Integers>($block: *const u8, $group: usize) -> I::Bytes {
-                // SAFETY: as the trait says.
-                unsafe { $codes }
-            }
-
-            #[inline(always)]
-            unsafe fn eight_scales<I: Integers>($blocks: &Blocks8) -> Scales<I::Floats> {
-                // SAFETY: as the trait says.
-                unsafe { $scales }
-            }
-        }
-    };
-}
-
-large!(
-    Q2K, halves: true,
+codes!(
+    Q2K, HALVES: bool = true;
     (block, group) => bits::<I>(block.add(16 + group / 4 * 32), 2 * (group as i32 % 4), 3),
     blocks => {
-        let (mut scales, mut minima) = (I::four_words(*blocks), I::four_words(*blocks));
+        let words = I::four_words(*blocks);
+        let (mut scales, mut minima) = (words, words);
         for (scales, minima) in scales.iter_mut().zip(&mut minima) {
             (*scales, *minima) = (I::mask(*scales, 15), I::mask(I::move_bits(*minima, [4; 2]), 15));
         }
@@ -271,8 +277,8 @@ large!(
         all
     }
 );
-large!(
-    Q3K, halves: true, zero: 4,
+codes!(
+    Q3K, HALVES: bool = true, ZERO: Option<u8> = Some(4);
     (block, group) => {
         let lower = bits::<I>(block.add(32 + group / 4 * 32), 2 * (group as i32 % 4), 3);
         I::either(lower, bits::<I>(block, group as i32 - 2, 4))
@@ -289,21 +295,21 @@ large!(
         scales_of_bytes::<I>(I::eight_f16(after(blocks, 108)), scales)
     }
 );
-large!(
-    Q4K, halves: false,
+codes!(
+    Q4K;
     (block, group) => bits::<I>(block.add(16 + group / 2 * 32), 4 * (group as i32 % 2), 15),
     blocks => scales_of_six_bits::<I>(blocks)
 );
-large!(
-    Q5K, halves: false,
+codes!(
+    Q5K;
     (block, group) => {
         let lower = bits::<I>(block.add(48 + group / 2 * 32), 4 * (group as i32 % 2), 15);
         I::either(lower, bits::<I>(block.add(16), group as i32 - 4, 16))
     },
     blocks => scales_of_six_bits::<I>(blocks)
 );
-large!(
-    Q6K, halves: true, zero: 32,
+codes!(
+    Q6K, HALVES: bool = true, ZERO: Option<u8> = Some(32);
     (block, group) => {
         let (half, run) = (group / 4, group % 4);
         let lower = bits::<I>(block.add(64 * half + 32 * (run % 2)), 4 * (run as i32 / 2), 15);

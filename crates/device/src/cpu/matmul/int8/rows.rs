@@ -2,7 +2,9 @@
 
 use std::marker::PhantomData;
 
-use super::codes::{Blocks8, Codes, Scales, by_codes};
+use super::codes::{Blocks8, Codes, Scales, by_codes, each_group, next_blocks};
+#[cfg(target_arch = "x86_64")]
+use super::has_vnni;
 #[cfg(target_arch = "x86_64")]
 use super::integers::{Avx2, Avx512Vnni, AvxVnni};
 use super::integers::{Integers, Portable};
@@ -12,7 +14,6 @@ use crate::cpu::matmul::few_rows::{self, Columns, Dots};
 use crate::cpu::matmul::kernels::Kernels;
 use crate::cpu::matmul::pack::Lines;
 use crate::cpu::matmul::storage::{self, GROUP, Storage};
-use crate::cpu::matmul::tile::{LINE, prefetch_later};
 
 /// Rows at most with which this is faster than packing B for tiles.
 pub(super) const MOST: usize = 4;
@@ -21,9 +22,7 @@ pub(super) const MOST: usize = 4;
 pub(super) fn kernels(isa: Isa) -> &'static Kernels {
     match isa.min(Isa::detect()) {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx if is_x86_feature_detected!("avx512vnni") => {
-            &avx512_vnni::KERNELS
-        }
+        isa if has_vnni(isa) => &avx512_vnni::KERNELS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => {
             if is_x86_feature_detected!("avxvnni") {
@@ -46,7 +45,7 @@ pub(in crate::cpu::matmul) fn all() -> Vec<&'static Kernels> {
         if is_x86_feature_detected!("avxvnni") {
             all.push(&avx_vnni::KERNELS);
         }
-        if Isa::detect() >= Isa::Avx512 && is_x86_feature_detected!("avx512vnni") {
+        if has_vnni(Isa::detect()) {
             all.push(&avx512_vnni::KERNELS);
         }
     }
@@ -236,23 +235,10 @@ unsafe fn add_dots<I: Integers, S: Codes, const R: usize>(
         for (sum, out) in sums.iter_mut().zip(out.iter()) {
             *sum = I::load(out.as_ptr());
         }
-        // Written out, as what is shifted and masked is then known beforehand.
-        macro_rules! add {
-            ($scales:ident, $first:ident, $($group:literal),*) => {
-                $(if $group < groups {
-                    add_group::<I, S, R>(&mut sums, rows, &blocks, &$scales, $first, $group);
-                })*
-            };
-        }
         for first in (0..k / GROUP).step_by(groups) {
             let scales = S::eight_scales::<I>(&blocks);
-            add!(scales, first, 0, 1, 2, 3, 4, 5, 6, 7);
-            for block in &mut blocks {
-                for line in (0..S::BYTES).step_by(LINE) {
-                    prefetch_later(block.wrapping_add(ahead + line));
-                }
-                *block = block.wrapping_add(S::BYTES);
-            }
+            each_group!(groups, group => add_group::<I, S, R>(&mut sums, rows, &blocks, &scales, first, group));
+            next_blocks::<S>(&mut blocks, ahead);
         }
         for (sum, out) in sums.iter().zip(out) {
             I::store(*sum, out.as_mut_ptr());

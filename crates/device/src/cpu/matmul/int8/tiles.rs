@@ -1,8 +1,8 @@
 //! More rows of A: a prompt's x W^T, or that of several sequences, in tiles of six rows by 32 columns whose f32 sums stay in registers.
 //!
 //! The machine multiplies unsigned bytes with signed ones: codes of A are stored 128 higher, and codes of B less that of zero where they
-//! have one; others are below 128 anyway. A sum of products begins with -128 times the sum of B's codes, and so comes out exact. A group of 32 values of k is a
-//! *step* of a panel, of whole rows of 32-bit lanes:
+//! have one; others are below 128 anyway. A sum of products begins with -128 times the sum of B's codes, and so comes out exact. A group
+//! of 32 values of k is a *step* of a panel, of whole rows of 32-bit lanes:
 //!
 //! | B, 32 lanes a row | A, 6 lanes a row |
 //! |---|---|
@@ -15,7 +15,9 @@
 
 use std::ops::Range;
 
-use super::codes::{Blocks8, Codes, Scales, by_codes};
+use super::codes::{Blocks8, Codes, Scales, by_codes, each_group, next_blocks};
+#[cfg(target_arch = "x86_64")]
+use super::has_vnni;
 use super::integers::Integers;
 use super::{TOGETHER, group_of};
 use crate::DType;
@@ -24,7 +26,7 @@ use crate::cpu::matmul::few_rows;
 use crate::cpu::matmul::kernels::Kernels;
 use crate::cpu::matmul::pack::{Lines, Panels};
 use crate::cpu::matmul::storage::{self, GROUP, Storage};
-use crate::cpu::matmul::tile::{LINE, MAX_WIDTH, Tile, prefetch_later};
+use crate::cpu::matmul::tile::{MAX_WIDTH, Tile};
 use crate::cpu::matmul::vector::Vector;
 
 /// Rows of a tile: with two vectors of columns, their f32 sums and a group's integers take 24 of 32 registers.
@@ -35,6 +37,7 @@ const ROWS_OF_CODES: usize = GROUP / size_of::<f32>();
 /// Blocks of k are cut at multiples of this, of which every type has whole blocks. Sums go on from one to the next.
 const CHAIN_K: usize = 1024;
 const _: () = assert!(CHAIN_K.is_multiple_of(256));
+
 /// Parts of a step that have scales of their own.
 const fn parts(halves: bool) -> usize {
     if halves { 2 } else { 1 }
@@ -53,7 +56,7 @@ fn kind<S: Codes>() -> Option<[bool; 2]> {
 /// The kernels of `isa`, or of the best that this machine has, for a B of a type of codes.
 pub(in crate::cpu::matmul) fn kernels(isa: Isa, b: DType) -> Option<&'static Kernels> {
     #[cfg(target_arch = "x86_64")]
-    if isa.min(Isa::detect()) >= Isa::Avx512 && is_x86_feature_detected!("avx512vnni") {
+    if has_vnni(isa) {
         return avx512_vnni::kernels(b);
     }
     let _ = (isa, b);
@@ -157,8 +160,7 @@ impl Machine for Written {
 
 /// Defines a module with the tables of a machine: `$vectors` hold the columns of a tile, `$integers` pack B.
 macro_rules! kernels {
-    ($(#[$if:meta])? $module:ident, $machine:ty, $vectors:literal, $integers:ty, $isa:expr $(, $features:literal)?) => {
-        $(#[$if])?
+    ($module:ident, $machine:ty, $vectors:literal, $integers:ty, $isa:expr $(, $features:literal)?) => {
         mod $module {
             use std::sync::LazyLock;
 
@@ -247,8 +249,8 @@ macro_rules! kernels {
     };
 }
 
+#[cfg(target_arch = "x86_64")]
 kernels!(
-    #[cfg(target_arch = "x86_64")]
     avx512_vnni,
     Vnni,
     2,
@@ -256,14 +258,8 @@ kernels!(
     Isa::Avx512,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
 );
-kernels!(
-    #[cfg(test)]
-    written_out,
-    Written,
-    8,
-    super::super::integers::Portable,
-    Isa::Portable
-);
+#[cfg(test)]
+kernels!(written_out, Written, 8, super::super::integers::Portable, Isa::Portable);
 
 /// Rounds rows of A into panels of [`HEIGHT`]. Rows of the last panel that do not exist are not written.
 ///
@@ -335,26 +331,16 @@ unsafe fn pack_together<I: Integers, S: Codes>(
 ) {
     let step = step_units(S::HALVES, S::MINIMA) * width;
     let groups = <S as Storage>::BLOCK / GROUP;
-    // Written out, as what is shifted and masked is then known beforehand.
-    macro_rules! pack {
-        ($scales:ident, $($group:literal),*) => {
-            $(if $group < groups {
-                // SAFETY: as for the caller.
-                unsafe { pack_group::<I, S>(&blocks, &$scales, $group, to.wrapping_add($group * step), width) };
-            })*
-        };
-    }
     for _ in 0..k / <S as Storage>::BLOCK {
         // SAFETY: as for the caller.
-        let scales = unsafe { S::eight_scales::<I>(&blocks) };
-        pack!(scales, 0, 1, 2, 3, 4, 5, 6, 7);
-        to = to.wrapping_add(groups * step);
-        for block in &mut blocks {
-            for line in (0..S::BYTES).step_by(LINE) {
-                prefetch_later(block.wrapping_add(ahead + line));
-            }
-            *block = block.wrapping_add(S::BYTES);
+        unsafe {
+            let scales = S::eight_scales::<I>(&blocks);
+            each_group!(groups, group => {
+                pack_group::<I, S>(&blocks, &scales, group, to.wrapping_add(group * step), width)
+            });
         }
+        to = to.wrapping_add(groups * step);
+        next_blocks::<S>(&mut blocks, ahead);
     }
 }
 
