@@ -3,7 +3,8 @@
 //!
 //! Operations follow each other. A move begins when it is asked for and those before it on its line are done, and goes on
 //! behind the computation. Who needs what it brings waits until it is done. Copies in and copies out go on at once; reads and
-//! writes share a disk, which does no more of both at once than of one after the other. A move of two hops is on two
+//! writes share a disk, which does no more of both at once than of one after the other. Where the cores that compute copy, too, the
+//! computation stands still meanwhile. A move of two hops is on two
 //! lines at once: one piece of it is copied while another is read or written. Messages follow each other on the line of the links.
 
 use std::cell::Cell;
@@ -18,6 +19,11 @@ pub trait Pace {
 
     /// Seconds that a move takes on the disk, for its copies between device and host, and on the links.
     fn transfer(&self, bytes: Transferred) -> Lines;
+
+    /// Seconds for which a move that takes so long holds the computation up: none where others than its cores move.
+    fn held_up(&self, _moved: Lines) -> f64 {
+        0.0
+    }
 }
 
 /// Bytes of a move.
@@ -101,7 +107,7 @@ pub struct Times {
     pub elapsed: f64,
     /// In which the disk, copies and links were busy, hidden or not.
     pub busy: Lines,
-    /// In which the computation waited for them.
+    /// In which the computation waited for them, or stood still for copies.
     pub waited: f64,
 }
 
@@ -162,7 +168,8 @@ impl Clock {
         let end = |line: f64, own| if takes_part(own) { line.max(begin) + own } else { line };
         let lines = self.lines.get().with(own, end);
         self.lines.set(lines);
-        self.times.set(Times { busy: times.busy.with(own, |so_far, own| so_far + own), ..times });
+        let (held, busy) = (self.pace.held_up(own), times.busy.with(own, |so_far, own| so_far + own));
+        self.times.set(Times { elapsed: times.elapsed + held, busy, waited: times.waited + held });
         let due = lines.with(own, |line, own| if takes_part(own) { line } else { times.elapsed });
         Due(due.disk.max(due.copies_in).max(due.copies_out).max(due.links))
     }
@@ -279,6 +286,33 @@ mod tests {
         clock.wait(second);
         let busy = Lines { links: 8.0, ..Lines::default() };
         assert_eq!(clock.times(), Times { elapsed: 8.0, busy, waited: 3.0 });
+    }
+
+    #[test]
+    fn copies_that_take_the_cores_hold_the_computation_up() {
+        struct Shared;
+        impl Pace for Shared {
+            fn operations(&self, tally: &Tally) -> f64 {
+                Seconds.operations(tally)
+            }
+            fn transfer(&self, bytes: Transferred) -> Lines {
+                Seconds.transfer(bytes)
+            }
+            fn held_up(&self, moved: Lines) -> f64 {
+                moved.copies_in
+            }
+        }
+        let clock = Clock::new(Shared);
+        let copied = Transferred { copied_in: 3, ..read(0) };
+        let due = begin(&clock, copied);
+        clock.compute(&operations(2));
+        // It was done before the computation went on.
+        clock.wait(due);
+        assert_eq!((clock.times().elapsed, clock.times().waited), (5.0, 3.0));
+        // Meanwhile a disk reads.
+        let due = begin(&clock, Transferred { read: 4, ..copied });
+        clock.wait(due);
+        assert_eq!((clock.times().elapsed, clock.times().waited), (9.0, 7.0));
     }
 
     #[test]

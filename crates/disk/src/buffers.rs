@@ -15,17 +15,27 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// `count` buffers that hold `bytes` bytes of a file each, wherever in it they begin.
+    /// `count` buffers that hold `bytes` bytes of a file each, wherever in it they begin. They lie side by side, so that the system can
+    /// back them with huge pages as it does an arena: a virtual disk reads up to three times as fast into memory of few pieces.
     pub fn new(count: usize, bytes: u64) -> Result<BufferPool, DiskError> {
         let bytes_each = bytes.saturating_add(2 * ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        let free = (0..count).map(|_| Region::new(bytes_each)).collect::<Result<Vec<_>, _>>()?;
-        Ok(BufferPool::of(free, bytes_each))
+        Ok(BufferPool::cut(Region::new(bytes_each.saturating_mul(count as u64))?, count, bytes_each))
     }
 
-    /// Buffers of `bytes_each` that are there already.
-    pub(crate) fn of(free: Vec<Region>, bytes_each: u64) -> BufferPool {
-        let count = free.len();
+    /// `memory` cut into `count` buffers of `bytes_each`.
+    pub(crate) fn cut(memory: Region, count: usize, bytes_each: u64) -> BufferPool {
+        let (mut free, mut rest) = (Vec::with_capacity(count), memory);
+        for _ in 0..count {
+            let (buffer, after) = rest.split_at(usize::try_from(bytes_each).unwrap_or(usize::MAX));
+            free.push(buffer);
+            rest = after;
+        }
         BufferPool { free: Mutex::new(free), count, bytes_each }
+    }
+
+    /// No buffers.
+    pub(crate) fn none() -> BufferPool {
+        BufferPool { free: Mutex::default(), count: 0, bytes_each: 0 }
     }
 
     /// Memory of all buffers, in use or not.

@@ -30,20 +30,17 @@ impl Staging {
 
     /// Pieces of so much memory.
     pub fn of(memory: Region) -> Staging {
-        let (mut pieces, mut rest) = (Vec::new(), memory);
-        for _ in 0..2 * PIECES {
-            let (piece, after) = rest.split_at(PIECE as usize);
-            pieces.push(piece);
-            rest = after;
+        let (coming, leaving) = memory.split_at(PIECES * PIECE as usize);
+        Staging {
+            coming: BufferPool::cut(coming, PIECES, PIECE),
+            leaving: BufferPool::cut(leaving, PIECES, PIECE),
+            _planned: None,
         }
-        let leaving = BufferPool::of(pieces.split_off(PIECES), PIECE);
-        Staging { coming: BufferPool::of(pieces, PIECE), leaving, _planned: None }
     }
 
     /// No pieces.
     pub fn dry(planned: Block) -> Staging {
-        let none = || BufferPool::of(Vec::new(), PIECE);
-        Staging { coming: none(), leaving: none(), _planned: Some(planned) }
+        Staging { coming: BufferPool::none(), leaving: BufferPool::none(), _planned: Some(planned) }
     }
 }
 

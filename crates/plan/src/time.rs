@@ -303,6 +303,11 @@ impl Pace for Rates {
         let links = near + at_rate(far, network);
         Lines { disk, copies_in: copies(bytes.copied_in), copies_out: copies(bytes.copied_out), links }
     }
+
+    fn held_up(&self, moved: Lines) -> f64 {
+        // Copies within the device's memory are made by its cores.
+        if self.wiring.host_link.is_some() { 0.0 } else { moved.copies_in + moved.copies_out }
+    }
 }
 
 #[cfg(test)]
