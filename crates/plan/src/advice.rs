@@ -270,6 +270,7 @@ impl Question<'_> {
         };
         let lossless = news([self.checkpointing(), self.batch(choice)].into_iter().flatten().collect());
         let places = news(self.places(fits));
+        let waiting = news(self.waiting(choice).into_iter().collect());
         let narrow = news(vec![self.narrow()]);
         let smaller = news(self.smaller(choice));
         let shorter = news(self.shorter().into_iter().collect());
@@ -277,7 +278,8 @@ impl Question<'_> {
         let shares = if fits { Vec::new() } else { self.shares(choice).into_iter().collect() };
         let budgets = if fits { Vec::new() } else { self.budgets(choice) };
         let mut list =
-            [&budgets[..], &shares, &lossless, &smaller, &places, &narrow, &shorter, &chunks].concat();
+            [&budgets[..], &shares, &lossless, &smaller, &places, &waiting, &narrow, &shorter, &chunks]
+                .concat();
         let mut bundles = vec![
             bundle(&[&lossless]),
             bundle(&[&places]),
@@ -312,6 +314,14 @@ impl Question<'_> {
         let several = choice.settings.ranks.mesh.replicas() > 1;
         (several && !says)
             .then(|| single("ranks that share (ZeRO)", vec![set("parallel.zero_stage", "auto")]))
+    }
+
+    /// One buffer for each kind of tensor that comes and goes, where there are more of them and not the planner decides that.
+    fn waiting(&self, choice: &Choice) -> Option<Change> {
+        let offload = choice.settings.offload;
+        let said = self.config.memory.prefetch().set().is_some();
+        (said && offload.prefetch && !offload.is_none())
+            .then(|| single("no prefetching", vec![set("memory.prefetch", "false")]))
     }
 
     /// Nothing kept for the backward pass but the inputs of layers, where the user keeps more.

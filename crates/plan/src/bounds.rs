@@ -208,7 +208,8 @@ fn still_there(spec: &ModelSpec, other: &Choice, (settings, accumulation): &Want
         _ => return None,
     };
     let alike = StepSettings { checkpointing, offload, ..before.clone() };
-    if (other.accumulation > 1) != (*accumulation > 1) || alike != *settings {
+    let as_many_buffers = before.offload.prefetch == offload.prefetch;
+    if (other.accumulation > 1) != (*accumulation > 1) || alike != *settings || !as_many_buffers {
         return None;
     }
     let at_peak = other.dry_run.at_peak();

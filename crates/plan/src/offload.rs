@@ -113,6 +113,20 @@ pub(crate) fn as_said(config: &OffloadConfig) -> Offload {
     offload
 }
 
+/// What the user said, more and more of it where that is left open, and at last, where that is left open too, the same without
+/// prefetching.
+pub(crate) fn offloads(config: &MemoryConfig, tiers: &[Tier]) -> Vec<Offload> {
+    let prefetch = config.prefetch().set();
+    let mut all = vec![as_said(&config.offload)];
+    all.extend(stages(&config.offload, tiers));
+    for offload in &mut all {
+        offload.prefetch = prefetch.unwrap_or(true);
+    }
+    let last = all.last().filter(|last| prefetch.is_none() && !last.is_none());
+    all.extend(last.map(|last| Offload { prefetch: false, ..*last }));
+    all
+}
+
 /// The layers that the user leaves out of the offload.
 pub(crate) fn kept_as_said(config: &KeptLayersConfig) -> KeptLayers {
     let mut kept = KeptLayers::NONE;
@@ -173,6 +187,7 @@ mod tests {
             gradients: host,
             activations,
             parameters,
+            prefetch: true,
         };
         assert_eq!(as_said(&config), offload(device, device, device));
         assert_eq!(
@@ -191,5 +206,20 @@ mod tests {
             ]
         );
         assert!(stages(&resolved(Offload::NONE), &[host, disk]).is_empty());
+    }
+
+    #[test]
+    fn what_is_not_prefetched_comes_last() {
+        let mut config = MemoryConfig { offload: resolved(Offload::NONE), ..MemoryConfig::default() };
+        assert_eq!(offloads(&config, &[Tier::Disk]), [Offload::NONE]);
+        config.offload.optimizer = None;
+        let away = Offload { optimizer: Tier::Disk, ..Offload::NONE };
+        let waits = Offload { prefetch: false, ..away };
+        assert_eq!(offloads(&config, &[Tier::Disk]), [Offload::NONE, away, waits]);
+        assert_eq!(offloads(&config, &[]), [Offload::NONE]);
+        config.prefetch = Some(Auto::Set(true));
+        assert_eq!(offloads(&config, &[Tier::Disk]), [Offload::NONE, away]);
+        config.prefetch = Some(Auto::Set(false));
+        assert_eq!(offloads(&config, &[Tier::Disk])[1..], [waits]);
     }
 }

@@ -22,7 +22,7 @@ pub use self::settings::{loss_chunk_tokens, resolved_config};
 use crate::config::{RawConfig, TrainingConfig};
 use crate::expert_slots;
 use crate::limits::Limits;
-use crate::offload::{as_said, stages};
+use crate::offload;
 use crate::runs::{DryRuns, Wanted};
 
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
@@ -116,8 +116,7 @@ pub(crate) struct Search<'a> {
 
 /// What the user says of offload, and more and more of it where that is left open.
 pub(crate) fn offloads(config: &RawConfig, limits: Limits) -> impl Iterator<Item = Offload> {
-    let said = &config.memory.offload;
-    std::iter::once(as_said(said)).chain(stages(said, limits.lower_tiers()))
+    offload::offloads(&config.memory, limits.lower_tiers()).into_iter()
 }
 
 /// The lightest forms of all offloads, precisions and batches, in the order in which they are tried.
@@ -144,6 +143,8 @@ pub(crate) fn ladder(
 
 /// A step with its tensors on these tiers, and its sequences in chunks where they are to be.
 fn at_home(config: &RawConfig, spec: &ModelSpec, settings: StepSettings, offload: Offload) -> StepSettings {
+    // Where nothing comes, there is nothing to wait for.
+    let offload = Offload { prefetch: offload.prefetch || offload.is_none(), ..offload };
     let sequence_chunk_tokens = config.sequence_chunk();
     expert_slots::settled(config, spec, StepSettings { offload, sequence_chunk_tokens, ..settings })
 }

@@ -29,7 +29,7 @@ pub use self::goals::device_for_goal;
 use self::space::{Point, Space};
 use self::walk::{Made, Walk};
 use self::weigh::Merit;
-use crate::config::{Goal, Quality, RawConfig};
+use crate::config::{Auto, Goal, Quality, RawConfig};
 use crate::divide::divide;
 use crate::limits::Limits;
 use crate::resolve::{choose, resolved_with};
@@ -90,7 +90,12 @@ pub(crate) fn searched(
     let goal = config.planning.goal.unwrap_or(Goal::Fastest);
     let quality = config.planning.quality.unwrap_or(Quality::Lossless);
     let limits = Limits::of(config, machine);
-    let config = &divided(config, spec, stored, machine, quality)?;
+    let mut config = divided(config, spec, stored, machine, quality)?;
+    // Prefetching takes memory for time.
+    if goal == Goal::LeastMemory && config.memory.prefetch().set().is_none() {
+        config.memory.prefetch = Some(Auto::Set(false));
+    }
+    let config = &config;
     let divisions = [config.clone()];
     let space = Space::new(config, spec, stored, limits, quality, &divisions)?;
     let size = space.size();

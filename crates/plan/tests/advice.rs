@@ -191,6 +191,7 @@ fn assignments(words: &str, effective: u64) -> Vec<String> {
         "bf16 without master weights" => {
             &["training.mixed_precision=bf16", "training.master_weights=none", "training.gradient_dtype=bf16"]
         }
+        "no prefetching" => &["memory.prefetch=false"],
         "half the sequence length" => &["data.sequence_length=128"],
         "8-bit optimizer states" => &["training.optimizer=adamw_8bit"],
         "saved activations in 8 bits" => &["training.activation_compression=int8"],
@@ -242,6 +243,8 @@ fn check(mib: u64, disk: u64, set: &[&str], effective: u64, expected: &[&str]) -
 
 const HOME: &str =
     "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}";
+/// What fits without prefetching is another question.
+const PREFETCH: &str = "memory.prefetch=true";
 const F32: &str = "training.mixed_precision=f32";
 const NONE: &str = "training.gradient_checkpointing=none";
 
@@ -310,6 +313,7 @@ fn what_would_need_less_is_listed_by_itself_and_together() {
         1,
         &[
             "+checkpointing of all layers",
+            "+no prefetching",
             "+activations on disk",
             "+weights on disk",
             "+8-bit optimizer states",
@@ -364,7 +368,7 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
     check(
         100,
         1 << 40,
-        &["training.effective_batch_size=16", accumulate, NONE, HOME],
+        &["training.effective_batch_size=16", accumulate, NONE, HOME, PREFETCH],
         16,
         &[
             &singles[..],
@@ -391,7 +395,7 @@ fn what_would_fit_is_tried_from_one_change_to_several_and_to_other_methods() {
     ];
     let methods = ["+LoRA", "+QLoRA"];
     let expected = [&singles[..], &pairs, &methods].concat();
-    check(100, 1 << 40, &[accumulate, NONE, HOME], 16, &expected);
+    check(100, 1 << 40, &[accumulate, NONE, HOME, PREFETCH], 16, &expected);
     let disk = check(
         needs_disk(),
         1 << 40,
@@ -418,10 +422,11 @@ fn a_host_that_is_too_small_gets_the_budget_that_is_needed() {
     let short = check(
         160,
         1 << 40,
-        &[on_host, "memory.host_budget=1MiB"],
+        &[on_host, "memory.host_budget=1MiB", PREFETCH],
         8,
         &[
             "+a larger host budget",
+            "-no prefetching",
             "-optimizer states wherever there is room",
             "-gradients wherever there is room",
             "-activations wherever there is room",

@@ -7,7 +7,7 @@ use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::{ModelSpec, catalogue};
 use plimsoll_parallel::Mesh;
-use plimsoll_plan::config::{GradientDtype, MasterWeights, MixedPrecision, RawConfig};
+use plimsoll_plan::config::{Auto, GradientDtype, MasterWeights, MixedPrecision, RawConfig};
 use plimsoll_plan::{
     Choice, DiskRates, DryRun, Limits, Resource, TrainingPlan, lighter_choices, loss_chunk_tokens,
 };
@@ -421,6 +421,28 @@ fn lighter_steps_do_the_same() {
     let expected = [&others(optimizer, &[3, 0], 3)[..], &steps].concat();
     assert!(same(&of(&kept, limits(u64::MAX)), &expected));
     assert!(same(&of(&kept, limits(0)), &others(optimizer, &[3], 3)));
+}
+
+#[test]
+fn where_nothing_else_fits_there_is_one_buffer_of_each_kind() {
+    let spec = ModelSpec { num_layers: 6, ..spec() };
+    let of = |own: &str| {
+        let away = "memory.offload={optimizer: disk, gradients: disk, activations: disk, parameters: disk}";
+        let (batch, form) = ("training.batch_size=1", "training.gradient_checkpointing=full");
+        plan_of(&spec, &[F32, away, batch, form, own])
+    };
+    let (several, one) = (of("memory.prefetch=true"), of("memory.prefetch=false"));
+    assert!(one.process_bytes() < several.process_bytes());
+    assert!(one.choice.time.step_seconds > several.choice.time.step_seconds);
+    // Left open, it is given up for the last byte.
+    let within = |bytes: u64| of(&format!("memory.device_budget={bytes}"));
+    let prefetches = within(several.process_bytes());
+    assert!(prefetches.fits() && prefetches.choice.settings.offload.prefetch);
+    let waits = within(several.process_bytes() - 1);
+    assert!(waits.fits() && !waits.choice.settings.offload.prefetch);
+    assert_eq!(waits.config.memory.prefetch(), Auto::Set(false));
+    assert!(within(one.process_bytes()).fits());
+    assert!(!within(one.process_bytes() - 1).fits());
 }
 
 /// The plan of the ladder's first rung: everything at home, in batches of eight.

@@ -224,8 +224,7 @@ fn what_does_not_fit_is_as_near_as_can_be() {
     // With a disk, what needs the least memory; without, what needs the least of what stays at home.
     let away = set("memory.disk_budget=auto");
     assert!(!away.fits());
-    let disk = Tier::Disk;
-    let everything = Offload { optimizer: disk, gradients: disk, activations: disk, parameters: disk };
+    let everything = Offload { prefetch: false, ..Offload::all_on(Tier::Disk) };
     assert_eq!(
         (away.choice.settings.offload, away.choice.settings.precision.weights),
         (everything, DType::Bf16)

@@ -132,6 +132,7 @@ fn device_and_host_tier_together_keep_to_what_is_enforced_whatever_the_host_budg
         "training.batch_size=1",
         "training.gradient_checkpointing=full",
         "memory.host_budget=8GiB",
+        "memory.prefetch=true",
     ];
     let roomy = plan(1 << 34, &set);
     assert_eq!(roomy.choice.settings.offload.optimizer, Tier::Host);

@@ -14,7 +14,7 @@ use plimsoll_model::{
     Activation, AttentionSpec, MlpSpec, ModelSpec, NormKind, NormSpec, RopeSpec, SlidingWindow, catalogue,
 };
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::{Choice, DryRun, Machine, ProcessLimits, Rates, TrainingPlan};
+use plimsoll_plan::{Choice, DryRun, Machine, ProcessLimits, Rates, TrainingPlan, Wiring};
 use plimsoll_step::{Ranks, StepSettings};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden_peaks.txt");
@@ -375,7 +375,10 @@ fn few_do_what_all_do(
     (settings, accumulation): (&StepSettings, u64),
     traits: DeviceTraits,
 ) {
-    let timed = |dry: Dry| dry.standing_for(traits).timed(Clock::new(RATES));
+    // Whoever is apart has a link that copies by itself.
+    let host_link = (!traits.unified).then_some(1e10);
+    let rates = Rates { wiring: Wiring { device: traits, host_link, ..RATES.wiring }, ..RATES };
+    let timed = |dry: Dry| dry.standing_for(traits).timed(Clock::new(rates));
     let all = DryRun::training_of_all(&timed(Dry::new()), spec, settings, accumulation).unwrap();
     let few = DryRun::training_of_few(&timed(Dry::tracing()), spec, settings, accumulation);
     let few = few.unwrap_or_else(|| panic!("{name}: every layer is run"));

@@ -74,7 +74,7 @@ fn the_optimizer_is_the_first_to_leave_and_what_was_said_stays() {
 fn the_host_tier_and_the_pipeline_count_against_the_line_unless_they_have_a_budget() {
     let offload =
         "memory.offload={optimizer: host, gradients: device, activations: device, parameters: device}";
-    let set = [&F32[..], &[offload, "training.gradient_checkpointing=full"]].concat();
+    let set = [&F32[..], &[offload, "training.gradient_checkpointing=full", "memory.prefetch=true"]].concat();
     let whole = plan(u64::MAX / 4, &set);
     let (arena, host) = (whole.peak_bytes(), whole.host_bytes());
     assert!(plan(arena + host, &set).fits());

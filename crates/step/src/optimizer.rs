@@ -90,15 +90,14 @@ impl StateShape {
     }
 }
 
-/// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
-const BUFFERS: usize = 3;
-
 /// How states are held.
 #[derive(Clone, Copy)]
 pub(crate) struct StateStorage<'s> {
     /// The tiers, and the one on which the states of matrices live.
     pub tiers: &'s Arc<LowerTiers>,
     pub tier: Tier,
+    /// Buffers through which they come and go.
+    pub buffers: usize,
     /// Whose states stay on the device all the same.
     pub stays: &'s dyn Fn(&Parameter) -> bool,
     /// How tables are cut there.
@@ -130,6 +129,9 @@ pub(crate) struct Control<'c> {
 }
 
 impl<'a> Optimizer<'a> {
+    /// Buffers for states that live on a lower tier: one in use, one on its way and one on its way back.
+    pub const BUFFERS: usize = 3;
+
     /// Takes memory for the states of all parameters that are trained and sets them to those before the first step.
     pub fn allocate(
         device: &'a dyn Device,
@@ -143,7 +145,7 @@ impl<'a> Optimizer<'a> {
             }
         }
         let kind = settings.kind;
-        let StateStorage { tiers, tier, stays, cut, head_dim, needs_master, seed, shares } = storage;
+        let StateStorage { tiers, tier, buffers, stays, cut, head_dim, needs_master, seed, shares } = storage;
         let mut slots = FxHashMap::default();
         let (mut parcels, mut pieces) = (FxHashMap::default(), FxHashMap::<_, Vec<_>>::default());
         for p in trained {
@@ -186,7 +188,7 @@ impl<'a> Optimizer<'a> {
             slots.insert((p.block, p.role), Slot { states, lr_scale, weight_decay });
         }
         device.enter(Phase::Setup, None);
-        let away = Parcels::of(device, tiers, parcels, BUFFERS, "states.staging")?;
+        let away = Parcels::of(device, tiers, parcels, buffers, "states.staging")?;
         Ok(Optimizer { kind, head_dim, slots, seed, away, pieces })
     }
 

@@ -154,20 +154,28 @@ pub struct Offload {
     pub optimizer: Tier,
     /// What the forward pass keeps for the backward pass.
     pub activations: Tier,
+    /// Whether what comes is prefetched, and what goes is written back, behind the computation. That takes buffers for two or three
+    /// layers; without it there is one for each kind but activations, and the computation waits.
+    pub prefetch: bool,
 }
 
 impl Offload {
     /// Everything stays on the device.
-    pub const NONE: Offload = Offload {
-        parameters: Tier::Device,
-        gradients: Tier::Device,
-        optimizer: Tier::Device,
-        activations: Tier::Device,
-    };
+    pub const NONE: Offload = Offload::all_on(Tier::Device);
+
+    /// Everything lives on one tier, and is prefetched.
+    pub const fn all_on(tier: Tier) -> Offload {
+        Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier, prefetch: true }
+    }
 
     /// Whether everything stays on the device.
     pub fn is_none(&self) -> bool {
-        *self == Offload::NONE
+        !self.uses(Tier::Host) && !self.uses(Tier::Disk)
+    }
+
+    /// Buffers of a kind of tensor that lives below the device: `several` where they are prefetched.
+    pub(crate) fn buffers(&self, several: usize) -> usize {
+        if self.prefetch { several } else { 1 }
     }
 
     /// Whether any kind of tensor lives on a tier.

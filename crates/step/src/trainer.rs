@@ -231,7 +231,7 @@ impl<'a> Trainer<'a> {
         let parts = Rc::new(parts);
         let sharing = Sharing { communicator: &sharers, parts: &parts };
         let sharing = ranks::shares_weights(&settings).then_some(sharing);
-        let training = Training { cut, sharing };
+        let training = Training { cut, sharing, offload };
         let weights = WeightStore::new(device, &tiers, &spec, storage, Some(training))?;
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
@@ -243,6 +243,7 @@ impl<'a> Trainer<'a> {
         let states = StateStorage {
             tiers: &tiers,
             tier: offload.optimizer,
+            buffers: offload.buffers(Optimizer::BUFFERS),
             cut,
             head_dim: spec.attention.head_dim,
             stays: &|p| stays(p.block, kept.optimizer, &spec),
@@ -257,10 +258,10 @@ impl<'a> Trainer<'a> {
         let on_tier = OnTier { tiers: &tiers, tier: offload.gradients, stays: &stays_there, totals };
         let buffers = match (settings.update, settings.is_tied(&spec)) {
             // One in use, one on its way and one on its way back. The chunks of a sequence have pieces of tables in turn.
-            (UpdateTiming::AfterBackward, _) => 3,
-            _ if settings.chunk_tokens().is_some() => 3,
+            (UpdateTiming::AfterBackward, _) => offload.buffers(3),
+            _ if settings.chunk_tokens().is_some() => offload.buffers(3),
             // Nothing but the pieces of a tied table is kept.
-            (UpdateTiming::InBackward(_), tied) => 1 + usize::from(tied),
+            (UpdateTiming::InBackward(_), tied) => offload.buffers(1 + usize::from(tied)),
         };
         let (dtype, cut_in) = (precision.gradients, (cut, buffers));
         let mut gradients = Gradients::new(device, &trained, dtype, on_tier, cut_in)?;

@@ -91,15 +91,12 @@ fn cases(spec: &ModelSpec) -> Vec<StepSettings> {
     ]
 }
 
-fn all_on(tier: Tier) -> Offload {
-    Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier }
-}
-
 #[test]
 fn what_comes_from_a_disk_in_two_hops_gives_the_same_bits_in_the_planned_memory() {
     let offloads = [
-        all_on(Tier::Disk),
-        all_on(Tier::Host),
+        Offload::all_on(Tier::Disk),
+        Offload::all_on(Tier::Host),
+        Offload { prefetch: false, ..Offload::all_on(Tier::Disk) },
         Offload { gradients: Tier::Host, activations: Tier::Disk, ..Offload::NONE },
     ];
     // Tables of several pieces.
@@ -132,7 +129,7 @@ fn tables_and_their_states_go_to_a_device_apart_part_by_part() {
     let optimizer = OptimizerSettings { kind: eight_bit, ..OptimizerSettings::default() };
     let settings = StepSettings { optimizer, ..settings(1, 8) };
     let resident = trained(&spec, &settings);
-    let away = StepSettings { offload: all_on(Tier::Host), ..settings };
+    let away = StepSettings { offload: Offload::all_on(Tier::Host), ..settings };
     assert!(trained(&spec, &away) == resident);
 }
 
@@ -141,7 +138,7 @@ fn tables_and_their_states_go_to_a_device_apart_part_by_part() {
 fn staging_is_planned_on_the_host() {
     let most = |traits, tier| {
         let (dry, tiers) = (Dry::new().standing_for(traits), Arc::new(LowerTiers::dry()));
-        let settings = StepSettings { offload: all_on(tier), ..settings(2, 9) };
+        let settings = StepSettings { offload: Offload::all_on(tier), ..settings(2, 9) };
         Trainer::new(&dry, Arc::clone(&tiers), llama(), settings, &Solo).unwrap();
         tiers.host().ledger().most(Tag::Staging)
     };

@@ -109,7 +109,7 @@ fn chunks_of_a_sequence_give_what_the_whole_gives() {
 /// may come in the backward pass.
 #[test]
 fn whatever_else_is_asked_chunks_give_what_the_whole_gives() {
-    let everything = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let everything = Offload::all_on;
     let pattern = plimsoll_device::BlockSparse { block: 4, local_blocks: 1, global_blocks: 1 };
     for spec in [llama(), biased()].map(|spec| ModelSpec { vocab_size: 3101, ..spec }) {
         let of = |settings: StepSettings| {
@@ -164,16 +164,7 @@ fn adapters_of_a_sequence_in_chunks_give_what_the_whole_gives() {
 #[test]
 fn memory_of_the_device_does_not_depend_on_the_length() {
     let spec = ModelSpec { vocab_size: 3101, ..llama() };
-    let of = |length| {
-        let everything = Tier::Disk;
-        let offload = Offload {
-            parameters: everything,
-            gradients: everything,
-            optimizer: everything,
-            activations: everything,
-        };
-        StepSettings { offload, ..sequence(length, Some(64)) }
-    };
+    let of = |length| StepSettings { offload: Offload::all_on(Tier::Disk), ..sequence(length, Some(64)) };
     let peak = |length| planned(&spec, &of(length))[0];
     assert_eq!(peak(512), peak(1024));
     assert_eq!(peak(512), peak(8192));

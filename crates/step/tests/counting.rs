@@ -116,7 +116,7 @@ fn large(spec: ModelSpec) -> ModelSpec {
 
 fn offloads() -> Vec<Offload> {
     let none = Offload::NONE;
-    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let all = Offload::all_on;
     vec![
         none,
         Offload { parameters: Tier::Disk, ..none },
@@ -124,6 +124,7 @@ fn offloads() -> Vec<Offload> {
         Offload { activations: Tier::Disk, ..none },
         Offload { parameters: Tier::Host, gradients: Tier::Disk, optimizer: Tier::Disk, ..none },
         all(Tier::Disk),
+        Offload { prefetch: false, ..all(Tier::Disk) },
     ]
 }
 
@@ -205,7 +206,7 @@ fn a_plan_of_any_size_ends() {
 /// Legs of a pipeline whose stages are interleaved come round in groups.
 #[test]
 fn micro_batches_of_interleaved_stages_are_counted() {
-    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let all = Offload::all_on;
     let specs = [(llama(), 12), (biased(), 12), (llama(), 7)];
     for spec in specs.map(|(spec, num_layers)| large(ModelSpec { num_layers, ..spec })) {
         for (pipeline, rounds) in [(2, 2), (2, 3), (3, 2)] {
@@ -234,7 +235,7 @@ fn micro_batches_of_interleaved_stages_are_counted() {
 /// Micro-batches take each other's place in a stage of a pipeline, and come round after as many as there are stages.
 #[test]
 fn micro_batches_of_a_pipeline_are_counted() {
-    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let all = Offload::all_on;
     for spec in [llama(), biased()].map(|spec| large(ModelSpec { num_layers: 6, ..spec })) {
         for (mesh, schedule) in [
             (Mesh { pipeline: 3, ..Mesh::ALONE }, PipelineSchedule::OneForwardOneBackward),

@@ -35,9 +35,10 @@ fn take_steps(spec: &ModelSpec, settings: &StepSettings) -> Result<(), StepError
 #[test]
 fn everything_that_is_fetched_was_announced() {
     let none = Offload::NONE;
-    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let all = Offload::all_on;
     let offloads = [
         all(Tier::Disk),
+        Offload { prefetch: false, ..all(Tier::Host) },
         Offload { parameters: Tier::Disk, ..none },
         Offload { gradients: Tier::Host, ..none },
         Offload { optimizer: Tier::Disk, ..none },

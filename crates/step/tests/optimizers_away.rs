@@ -52,7 +52,8 @@ fn offloads() -> Vec<Offload> {
             Offload { optimizer: tier, ..none },
             Offload { activations: tier, ..none },
             Offload { parameters: tier, gradients: tier, ..none },
-            Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier },
+            Offload::all_on(tier),
+            Offload { prefetch: false, ..Offload::all_on(tier) },
         ]
     };
     [Tier::Host, Tier::Disk].into_iter().flat_map(each).collect()

@@ -411,7 +411,7 @@ fn adapters_have_the_same_bits_on_any_number_of_ranks() {
 }
 
 fn away(parameters: Tier, gradients: Tier, optimizer: Tier, activations: Tier) -> Offload {
-    Offload { parameters, gradients, optimizer, activations }
+    Offload { parameters, gradients, optimizer, activations, ..Offload::NONE }
 }
 
 /// The same method, of which nothing is dropped: another choice is made for other tokens.

@@ -23,10 +23,6 @@ fn large(spec: ModelSpec) -> ModelSpec {
     ModelSpec { vocab_size: TOKENS, ..spec }
 }
 
-fn all_on(tier: Tier) -> Offload {
-    Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier }
-}
-
 /// Sequences that reach all pieces of the vocabulary.
 fn spread(seed: u64, settings: &StepSettings) -> (Vec<u32>, Vec<u32>) {
     let (tokens, targets) = crate::common::tokens(seed, settings.batch_size, settings.sequence_length);
@@ -127,7 +123,8 @@ fn no_tier_changes_a_bit() {
             let plain = StepSettings { checkpointing: Checkpointing::None, ..settings.clone() };
             let lossless = settings.compression == Compression::None;
             assert!(!lossless || train_in(folder.path(), &spec, &plain) == resident, "{settings:?}");
-            for offload in [all_on(Tier::Disk), all_on(Tier::Host)] {
+            let waits = Offload { prefetch: false, ..Offload::all_on(Tier::Disk) };
+            for offload in [Offload::all_on(Tier::Disk), Offload::all_on(Tier::Host), waits] {
                 let settings = StepSettings { offload, ..settings.clone() };
                 let away = train_in(folder.path(), &spec, &settings);
                 assert_eq!(away.losses, resident.losses, "{} {settings:?}", spec.name);
@@ -174,7 +171,7 @@ fn the_last_layers_may_stay_on_the_device() {
     ];
     for spec in [llama(), biased()].map(large) {
         for settings in &cases()[..4] {
-            let away = StepSettings { offload: all_on(Tier::Disk), ..settings.clone() };
+            let away = StepSettings { offload: Offload::all_on(Tier::Disk), ..settings.clone() };
             let expected = train_in(folder.path(), &spec, &away);
             for kept_layers in kept {
                 let settings = StepSettings { kept_layers, ..away.clone() };
@@ -189,7 +186,7 @@ fn each_layer_that_stays_takes_its_room_on_the_device_and_leaves_the_disk() {
     let spec = ModelSpec { num_layers: 6, ..large(llama()) };
     let peaks = |kept: u32| {
         let kept_layers = KeptLayers { parameters: kept, ..KeptLayers::NONE };
-        planned(&spec, &StepSettings { offload: all_on(Tier::Disk), kept_layers, ..settings(4, 24) })
+        planned(&spec, &StepSettings { offload: Offload::all_on(Tier::Disk), kept_layers, ..settings(4, 24) })
     };
     let matrices = |p: &Parameter| p.block == BlockId::Layer(0) && p.shape.len() == 2;
     let layer: u64 = spec.parameters().iter().filter(|p| matrices(p)).map(|p| 4 * p.elements()).sum();
@@ -210,7 +207,7 @@ fn memory_of_the_device_does_not_depend_on_depth() {
     };
     assert!(peak(12, Offload::NONE) > peak(6, Offload::NONE) + (1 << 17));
     // Norms stay, with their gradients and states, and a page or so of what is in order.
-    assert!(peak(12, all_on(Tier::Disk)) < peak(6, all_on(Tier::Disk)) + (1 << 15));
+    assert!(peak(12, Offload::all_on(Tier::Disk)) < peak(6, Offload::all_on(Tier::Disk)) + (1 << 15));
 }
 
 /// Weights are brought once for all micro-batches then. A tied embedding's gradient has another order of additions.
@@ -220,7 +217,7 @@ fn micro_batches_may_go_through_a_block_together() {
     for spec in [olmo(), biased()].map(large) {
         for settings in cases() {
             let apart = train_in(folder.path(), &spec, &settings);
-            for (micro_batches_per_pass, offload) in [(2, Offload::NONE), (3, all_on(Tier::Disk))] {
+            for (micro_batches_per_pass, offload) in [(2, Offload::NONE), (3, Offload::all_on(Tier::Disk))] {
                 let settings = StepSettings { micro_batches_per_pass, offload, ..settings.clone() };
                 assert!(train_in(folder.path(), &spec, &settings) == apart, "{settings:?}");
             }

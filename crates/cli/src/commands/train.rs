@@ -285,6 +285,7 @@ fn with_budgets_of(decided: &RawConfig, said: &RawConfig) -> RawConfig {
     config.memory.offload = decided.memory.offload.clone();
     config.memory.kept_layers = decided.memory.kept_layers.clone();
     config.memory.expert_slots = decided.memory.expert_slots;
+    config.memory.prefetch = decided.memory.prefetch;
     config
 }
 
@@ -298,6 +299,7 @@ fn with_places_of(decided: &RawConfig, said: &RawConfig) -> RawConfig {
     own.offload.optimizer = offload.optimizer;
     own.offload.activations = offload.activations;
     own.expert_slots = said.memory.expert_slots;
+    own.prefetch = said.memory.prefetch;
     own.kept_layers.parameters = kept.parameters;
     own.kept_layers.optimizer = kept.optimizer;
     own.kept_layers.activations = kept.activations;

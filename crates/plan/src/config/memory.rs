@@ -25,6 +25,10 @@ section! {
         /// Experts of a mixture that are on the device at a time where its weights are offloaded and its experts frozen: they come when
         /// a token is sent to them. 0: with their layers; auto: as many of a layer's as there is room for.
         expert_slots: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
+        /// Whether offloaded weights, gradients and optimizer states are prefetched, and written back behind the computation. Without
+        /// it there is one buffer for each of these kinds: that takes less memory, and the step waits. auto: true, and false where
+        /// nothing fits with it.
+        prefetch: Auto<bool> = Auto::Auto;
         /// How near to a budget a run may come: the four shares below, where they are not given.
         threshold_profile: ThresholdProfile = ThresholdProfile::Balanced;
         /// The share of a budget that automatic choices may fill.

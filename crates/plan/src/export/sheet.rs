@@ -26,7 +26,8 @@ const PLAIN: [(&str, &str); 7] = [
 ];
 
 /// Where tensors are to be, which no program says as this one does.
-const PLACES: [&str; 3] = ["memory.offload.", "memory.kept_layers.", "memory.expert_slots"];
+pub(super) const PLACES: [&str; 4] =
+    ["memory.offload.", "memory.kept_layers.", "memory.expert_slots", "memory.prefetch"];
 
 /// Keys that follow from others, or say nothing of a step: the product of a batch's parts, and how memory is watched.
 const FOLLOWING: [&str; 2] = ["training.effective_batch_size", "memory.target_utilization"];
@@ -305,6 +306,7 @@ impl<'a> Sheet<'a> {
                 || FOLLOWING.contains(&key)
                 || key == "training.loss_chunk_tokens" && self.chunk_of_loss().is_none()
                 || key.starts_with("memory.offload.") && value == "device"
+                || key == "memory.prefetch" && value == "true"
                 || (key.starts_with("memory.kept_layers.") || key == "memory.expert_slots") && value == "0";
             if sections.iter().chain(&PLACES).any(is_within) && !is_carried && !said.is_default && !is_plain {
                 self.notes.push(format!("{key} ({value}): there is no such setting."));

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::sheet::{Page, Sheet, whole};
+use super::sheet::{PLACES, Page, Sheet, whole};
 use super::trainer::{optimizer, put_warmup, schedule};
 use crate::config::{MasterWeights, MixedPrecision, TrainingLength};
 
@@ -21,7 +21,8 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     }
     if sheet.ranks() > 1 || !sheet.settings().offload.is_none() {
         sheet.say("parallel and memory.offload are the launcher's: start with the file of `plimsoll export accelerate`, or set deepspeed to that of `plimsoll export deepspeed`.");
-        sheet.carry(&["parallel.", "memory.offload.", "memory.kept_layers.", "memory.expert_slots"]);
+        sheet.carry(&["parallel."]);
+        sheet.carry(&PLACES);
     }
     sheet.note_sequence(
         "a property of the data: cut the samples to it, or set max_length in trl's SFTConfig.",

@@ -14,7 +14,7 @@ use crate::config::{
     MixedPrecision, RawConfig,
 };
 use crate::expert_slots;
-use crate::offload::{self, as_said, kept_as_said};
+use crate::offload::{self, kept_as_said};
 use crate::optimizer::optimizer_settings;
 use crate::runs::Wanted;
 
@@ -153,7 +153,8 @@ pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMet
     let form = checkpointings(&config.training).first().copied()?;
     let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
     let settings = step_settings(config, spec, method, precision, form, batch_size);
-    Some((at_home(config, spec, settings, as_said(&config.memory.offload)), accumulation))
+    let said = offload::offloads(&config.memory, &[]).into_iter().next()?;
+    Some((at_home(config, spec, settings, said), accumulation))
 }
 
 /// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
@@ -178,6 +179,9 @@ pub(crate) fn resolved_with(config: &RawConfig, settings: &StepSettings, accumul
     let narrow = fp8 || weights != DType::F32;
     resolved.memory.offload = offload::resolved(settings.offload);
     resolved.memory.kept_layers = offload::kept_resolved(settings.kept_layers);
+    if !settings.offload.is_none() {
+        resolved.memory.prefetch = Some(Auto::Set(settings.offload.prefetch));
+    }
     if settings.expert_slots > 0 {
         resolved.memory.expert_slots = Some(Auto::Set(u64::from(settings.expert_slots)));
     }

@@ -93,6 +93,7 @@ fn optimizer<'a>(
     let storage = StateStorage {
         tiers: &Arc::default(),
         tier: Tier::Device,
+        buffers: Optimizer::BUFFERS,
         cut: Pieces::new(spec, &settings.kind),
         head_dim: spec.attention.head_dim,
         stays: &|_| false,
@@ -458,6 +459,7 @@ fn of_one(device: &dyn Device, kind: OptimizerKind, shape: [u64; 2]) -> (Paramet
     let storage = StateStorage {
         tiers: &Arc::default(),
         tier: Tier::Device,
+        buffers: Optimizer::BUFFERS,
         cut: Pieces::new(&spec(), &kind),
         head_dim: 16,
         stays: &|_| false,
@@ -525,6 +527,7 @@ fn masters_are_told_from_other_states() {
     let storage = StateStorage {
         tiers: &Arc::default(),
         tier: Tier::Device,
+        buffers: Optimizer::BUFFERS,
         cut: Pieces::new(&spec, &settings.kind),
         head_dim: 16,
         stays: &|_| false,
@@ -557,6 +560,7 @@ fn states_below_the_device_begin_with_zeros() {
         let storage = StateStorage {
             tiers: &tiers,
             tier,
+            buffers: Optimizer::BUFFERS,
             cut: Pieces::new(&spec, &settings.kind),
             head_dim: 16,
             stays: &|_| false,

@@ -21,6 +21,7 @@ use super::shared::{Gathering, Shared, SharedMatrix, Sharing};
 use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
+use crate::settings::Offload;
 use crate::tier::{Contents, Parcels, Pieces, Unit, Use, Values, is_matrix};
 use crate::trainer::Part;
 
@@ -56,6 +57,8 @@ pub(crate) struct Training<'s, 'a> {
     pub cut: Pieces,
     /// How ranks share the matrices, where they do.
     pub sharing: Option<Sharing<'s, 'a>>,
+    /// Where they live between their uses.
+    pub offload: Offload,
 }
 
 /// The f32 weights behind a parameter: some rows, and where they are.
@@ -195,7 +198,8 @@ impl<'a> WeightStore<'a> {
             }
             None => None,
         };
-        let pool = Parcels::of(device, tiers, parcels, BUFFERS, "weights.staging")?;
+        let buffers = training.map_or(BUFFERS, |training| training.offload.buffers(BUFFERS));
+        let pool = Parcels::of(device, tiers, parcels, buffers, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
             let table = away.parameter.block.layer().is_none();

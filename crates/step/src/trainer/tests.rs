@@ -30,10 +30,6 @@ fn on_dry_device<'a>(dry: &'a Dry, spec: &ModelSpec, settings: &StepSettings) ->
     dry_trainer(dry, spec, settings)
 }
 
-fn everything_on(tier: Tier) -> Offload {
-    Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier }
-}
-
 /// Adapters of every linear of the layers.
 fn adapters(spec: &ModelSpec, dropout: f32) -> TrainingMethod {
     let config = AdapterConfig { rank: 3, ..AdapterConfig::default() };
@@ -208,7 +204,7 @@ fn number(trainer: &mut Trainer<'_>) -> u64 {
 #[test]
 fn passes_are_alike_where_all_that_they_find_is() {
     let dry = Dry::new();
-    let settings = StepSettings { offload: everything_on(Tier::Disk), ..settings(2, 9) };
+    let settings = StepSettings { offload: Offload::all_on(Tier::Disk), ..settings(2, 9) };
     let mut trainer = on_dry_device(&dry, &llama(), &settings);
     let mut numbers = vec![number(&mut trainer)];
     assert_eq!(number(&mut trainer), numbers[0]);
@@ -506,5 +502,5 @@ fn the_state_has_the_shapes_of_the_parameters_wherever_it_lives() {
         assert_eq!(*shape, p.shape, "{name} {kind}");
         assert_eq!(*dtype, if kind == "Weight" { DType::Bf16 } else { DType::F32 }, "{name} {kind}");
     }
-    assert_eq!(state(everything_on(Tier::Disk)), resident);
+    assert_eq!(state(Offload::all_on(Tier::Disk)), resident);
 }

@@ -60,7 +60,7 @@ fn reported(folder: &Path, spec: &ModelSpec, settings: &StepSettings) -> f64 {
 #[test]
 fn the_norm_is_that_of_every_gradient_wherever_it_lives() {
     let folder = tempfile::tempdir().unwrap();
-    let all = |tier| Offload { parameters: tier, gradients: tier, optimizer: tier, activations: tier };
+    let all = Offload::all_on;
     let offloads = [
         Offload::NONE,
         Offload { gradients: Tier::Host, ..Offload::NONE },
