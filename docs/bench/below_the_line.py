@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Trains models larger than the memory that they are given, and prints what was planned and what was measured.
 
-    docs/bench/below_the_line.py --plimsoll target/release/plimsoll SCRATCH [135m 256k 1.7b 7b 7b-qlora ...]
+    docs/bench/below_the_line.py --plimsoll target/release/plimsoll SCRATCH [135m 256k 1.7b 1.7b-by-turns 7b 7b-qlora ...]
 
 `135m` needs the model of examples/get-smollm2 (--model says where it is): it is trained in memory and on disk, and the two
 must agree to the bit. The others are random: two layers under a vocabulary of 256k, 1.7B of SmolLM2's shape, 7B of Llama
-2's. 7b needs 27 GB on the disk of SCRATCH, 7b-qlora 18 GB; all of it is deleted at the end. Needs no packages.
+2's. `1.7b-by-turns` takes steps of 8 x 1 x 512 tokens in memory, which takes 12 GiB, and inside 512 MiB, where the planner says what
+is where. 7b needs 27 GB on the disk of SCRATCH, 7b-qlora 18 GB; all of it is deleted at the end. Needs no packages.
 Fails where more was resident than the limit.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,7 @@ SHAPES = {
     "7b": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
                num_key_value_heads=32, vocab_size=32000, tie_word_embeddings=False),
 }
-LIMITS = {"135m": 320, "256k": 320, "1.7b": 1024, "7b": 2048, "7b-qlora": 1024}
+LIMITS = {"135m": 320, "256k": 320, "1.7b": 1024, "1.7b-by-turns": 512, "7b": 2048, "7b-qlora": 1024}
 
 LEAN = """mixed_precision: bf16, master_weights: none, optimizer: adamw_8bit, optimizer_in_backward: true,
   max_gradient_norm: 0, gradient_checkpointing: full"""
@@ -74,6 +76,7 @@ def main():
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--data", default="examples/data/shakespeare.txt", type=lambda p: Path(p).resolve())
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="of runs by turns")
     parser.add_argument("scratch", type=Path)
     parser.add_argument("runs", nargs="*", default=["135m", "1.7b"])
     args = parser.parse_args()
@@ -85,6 +88,28 @@ def main():
             report = one(args, name, Path(scratch))
         over |= report["measured"]["process_peak_rss_bytes"] > LIMITS[name] * 2**20
     sys.exit("more was resident than the limit" if over else 0)
+
+
+def by_turns(args, name, scratch):
+    """Steps in memory and inside the limit, in turns."""
+    model, speeds = {"from_scratch": SHAPES["1.7b"]}, {}
+    for _ in range(args.rounds):
+        for place, memory in [("in memory", "{device_budget: 16GiB}"), ("inside", f"{{device_budget: {LIMITS[name]}MiB}}")]:
+            text = config(model, LEAN + ", micro_batches_per_pass: 8", memory, args.data, args.steps, 8)
+            report = run(args, scratch, name, text, scratch / "out")
+            show(f"1.7b {place}", report)
+            speeds.setdefault(place, []).append(report["tokens_per_second_median"])
+    steps = [json.loads(line) for line in (scratch / "out/metrics.jsonl").read_text().splitlines()]
+    moved = steps[-1]["io"]
+    planned = subprocess.run([args.plimsoll, "plan", scratch / f"{name}.yaml", "--json"], check=True, capture_output=True)
+    planned = json.loads(planned.stdout)["io"]
+    for way, count in planned.items():
+        if moved[way] != count:
+            sys.exit(f"{way}: {count} were planned for a step, {moved[way]} counted")
+    print(f"a step reads {planned['bytes_read'] / 1e9:.1f} GB and writes {planned['bytes_written'] / 1e9:.1f} GB, as planned")
+    ratio = statistics.median(speeds["inside"]) / statistics.median(speeds["in memory"])
+    print(f"{ratio:.0%} of the tokens/s")
+    return report
 
 
 def one(args, name, scratch):
@@ -106,6 +131,8 @@ def one(args, name, scratch):
         show("on disk", report)
         print(f"the same bits; {ratio:.0%} of the tokens/s")
         return report
+    if name == "1.7b-by-turns":
+        return by_turns(args, name, scratch)
     if name == "7b-qlora":
         # The tokenizer of a tiny model from scratch: one token a byte.
         tiny = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)

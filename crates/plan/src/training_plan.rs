@@ -506,6 +506,10 @@ impl TrainingPlan {
             "shortages": self.shortages(),
             "refusal": self.refusal,
         });
+        let moved = self.choice.dry_run.moved;
+        if moved.read + moved.written > 0 {
+            document["io"] = json!({ "bytes_read": moved.read, "bytes_written": moved.written });
+        }
         if let Some(reads) = self.expert_reads() {
             document["memory"]["experts"] = json!(reads);
         }

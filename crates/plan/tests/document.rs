@@ -229,7 +229,11 @@ fn what_does_not_fit_is_as_near_as_can_be() {
         (away.choice.settings.offload, away.choice.settings.precision.weights),
         (everything, DType::Bf16)
     );
+    let moved = away.choice.dry_run.moved;
+    let io = json!({ "bytes_read": moved.read, "bytes_written": moved.written });
+    assert!(moved.read > 0 && away.to_json()["io"] == io);
     let home = set("memory.disk_budget=0");
+    assert_eq!(home.to_json().get("io"), None);
     assert_eq!(
         (home.choice.settings.offload, home.choice.settings.precision),
         (Offload::NONE, Precision::F32)
