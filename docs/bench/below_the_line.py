@@ -103,10 +103,12 @@ def by_turns(args, name, scratch):
     moved = steps[-1]["io"]
     planned = subprocess.run([args.plimsoll, "plan", scratch / f"{name}.yaml", "--json"], check=True, capture_output=True)
     planned = json.loads(planned.stdout)["io"]
-    for way, count in planned.items():
-        if moved[way] != count:
-            sys.exit(f"{way}: {count} were planned for a step, {moved[way]} counted")
-    print(f"a step reads {planned['bytes_read'] / 1e9:.1f} GB and writes {planned['bytes_written'] / 1e9:.1f} GB, as planned")
+    # The embedding's rows of the tokens, whole pages of each, are in no plan.
+    rows = moved["bytes_read"] - planned["bytes_read"]
+    if not 0 <= rows <= 8 * 512 * 3 * 4096 or moved["bytes_written"] != planned["bytes_written"]:
+        sys.exit(f"planned for a step: {planned}, counted: {moved}")
+    print(f"a step reads {planned['bytes_read'] / 1e9:.2f} GB and writes {planned['bytes_written'] / 1e9:.2f} GB, as planned, "
+          f"and {rows / 1e6:.1f} MB of rows that tokens are looked up in")
     ratio = statistics.median(speeds["inside"]) / statistics.median(speeds["in memory"])
     print(f"{ratio:.0%} of the tokens/s")
     return report

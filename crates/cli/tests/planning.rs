@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use crate::support::{folder, ok, plimsoll, text};
 use serde_json::Value;
 
-const SMALL: [&str; 5] = ["plan", "--model", "smollm2-135m", "--memory", "100MiB"];
+const SMALL: [&str; 5] = ["plan", "--model", "smollm2-135m", "--memory", "80MiB"];
 
 fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()

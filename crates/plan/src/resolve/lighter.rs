@@ -3,7 +3,7 @@
 use plimsoll_device::cpu::at_once;
 use plimsoll_memory::Tier;
 use plimsoll_model::ModelSpec;
-use plimsoll_step::{Checkpointing, Group, KeptLayers, StepError, StepSettings};
+use plimsoll_step::{Checkpointing, Group, KeptLayers, Offload, StepError, StepSettings};
 
 use super::{Choice, powers_of_two};
 use crate::expert_slots;
@@ -85,6 +85,8 @@ pub fn lighter_choices(
         *tier = Tier::Disk;
         wanted.push(lighter(Checkpointing::Full, least, offload, KeptLayers::NONE));
     }
+    let waits = Offload { prefetch: false, ..offload };
+    wanted.push(lighter(Checkpointing::Full, least, waits, KeptLayers::NONE));
     all.extend(made(wanted)?.into_iter().filter(|further| limits.memory(further) < lightest));
     all.retain(|other| {
         limits.memory(other) < limits.memory(choice)
