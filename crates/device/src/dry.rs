@@ -197,7 +197,9 @@ impl Device for Dry {
 
     fn transfer(&self, bytes: Transferred, behind: Due) -> Due {
         self.moved.set(self.moved.get().plus(bytes));
-        self.clock.as_ref().map(|clock| clock.transfer(bytes, behind)).unwrap_or_default()
+        let due = self.clock.as_ref().map(|clock| clock.transfer(bytes, behind)).unwrap_or_default();
+        self.tell_time();
+        due
     }
 
     fn wait(&self, due: Due) {

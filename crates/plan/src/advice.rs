@@ -465,6 +465,9 @@ impl Question<'_> {
         if self.runs.spec.experts.is_some() {
             common.push(set("memory.expert_slots", "auto"));
         }
+        if self.config.memory.prefetch().set() == Some(true) {
+            common.push(set("memory.prefetch", "auto"));
+        }
         common.push(set(
             "memory.kept_layers",
             "{optimizer: auto, gradients: auto, activations: auto, parameters: auto}",

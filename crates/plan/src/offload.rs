@@ -113,18 +113,26 @@ pub(crate) fn as_said(config: &OffloadConfig) -> Offload {
     offload
 }
 
-/// What the user said, more and more of it where that is left open, and at last, where that is left open too, the same without
-/// prefetching.
+/// What the user said, and more and more of it where that is left open. Behind the last of each tier, where that is left open too, comes
+/// the same without prefetching, and at the end what the user said without.
 pub(crate) fn offloads(config: &MemoryConfig, tiers: &[Tier]) -> Vec<Offload> {
-    let prefetch = config.prefetch().set();
-    let mut all = vec![as_said(&config.offload)];
-    all.extend(stages(&config.offload, tiers));
-    for offload in &mut all {
-        offload.prefetch = prefetch.unwrap_or(true);
+    let (said, further) = (as_said(&config.offload), stages(&config.offload, tiers));
+    let waits = |offload: &Offload| Offload { prefetch: false, ..*offload };
+    match config.prefetch().set() {
+        Some(true) => std::iter::once(said).chain(further).collect(),
+        Some(false) => std::iter::once(said).chain(further).map(|offload| waits(&offload)).collect(),
+        None => {
+            let mut all = vec![said];
+            for of_tier in further.chunks((further.len() / tiers.len().max(1)).max(1)) {
+                all.extend_from_slice(of_tier);
+                all.extend(of_tier.last().map(waits));
+            }
+            if !said.is_none() {
+                all.push(waits(&said));
+            }
+            all
+        }
     }
-    let last = all.last().filter(|last| prefetch.is_none() && !last.is_none());
-    all.extend(last.map(|last| Offload { prefetch: false, ..*last }));
-    all
 }
 
 /// The layers that the user leaves out of the offload.
@@ -217,6 +225,15 @@ mod tests {
         let waits = Offload { prefetch: false, ..away };
         assert_eq!(offloads(&config, &[Tier::Disk]), [Offload::NONE, away, waits]);
         assert_eq!(offloads(&config, &[]), [Offload::NONE]);
+        let host = Offload { optimizer: Tier::Host, ..Offload::NONE };
+        let both = [Offload::NONE, host, Offload { prefetch: false, ..host }, away, waits];
+        assert_eq!(offloads(&config, &[Tier::Host, Tier::Disk]), both);
+        // What is said is tried without, too.
+        config.offload = OffloadConfig { gradients: None, ..resolved(away) };
+        let all = Offload { gradients: Tier::Disk, ..away };
+        let further = [away, all, Offload { prefetch: false, ..all }, waits];
+        assert_eq!(offloads(&config, &[Tier::Disk]), further);
+        config.offload = OffloadConfig { optimizer: None, ..resolved(Offload::NONE) };
         config.prefetch = Some(Auto::Set(true));
         assert_eq!(offloads(&config, &[Tier::Disk]), [Offload::NONE, away]);
         config.prefetch = Some(Auto::Set(false));

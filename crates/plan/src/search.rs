@@ -32,7 +32,7 @@ use self::weigh::Merit;
 use crate::config::{Auto, Goal, Quality, RawConfig};
 use crate::divide::divide;
 use crate::limits::Limits;
-use crate::resolve::{choose, resolved_with};
+use crate::resolve::{Choice, choose, resolved_with, settled};
 use crate::training_plan::Machine;
 
 /// Points that are as fast as the fastest but for this share: of them the one that loses least is taken, and the smallest of those.
@@ -90,12 +90,8 @@ pub(crate) fn searched(
     let goal = config.planning.goal.unwrap_or(Goal::Fastest);
     let quality = config.planning.quality.unwrap_or(Quality::Lossless);
     let limits = Limits::of(config, machine);
-    let mut config = divided(config, spec, stored, machine, quality)?;
-    // Prefetching takes memory for time.
-    if goal == Goal::LeastMemory && config.memory.prefetch().set().is_none() {
-        config.memory.prefetch = Some(Auto::Set(false));
-    }
-    let config = &config;
+    let asked = config;
+    let config = &divided(config, spec, stored, machine, quality)?;
     let divisions = [config.clone()];
     let space = Space::new(config, spec, stored, limits, quality, &divisions)?;
     let size = space.size();
@@ -105,16 +101,17 @@ pub(crate) fn searched(
         _ => Merit::Seconds,
     };
     let exhaustive = size <= EXHAUSTIVE;
-    let mut best = None;
+    let (mut best, mut plain) = (None, None);
     if exhaustive {
         let all = walk.space.every_point();
         walk.run(&all);
     } else if !walk.space.is_long {
         // What is found without a search is a point like others: no answer is worse. What it takes to find is not run again.
         let method = walk.runs.method(config, stored)?;
-        let plain = choose(config, &method, &walk.runs, limits)?;
-        let point = walk.space.point_of(&(plain.settings, plain.accumulation));
+        let found = choose(config, &method, &walk.runs, limits)?;
+        let point = walk.space.point_of(&(found.settings.clone(), found.accumulation));
         walk.run(point.as_slice());
+        plain = Some(found);
     }
     for room in [limits.target_bytes, limits.room_bytes] {
         let aim = walk.aim(merit, room, quality);
@@ -131,6 +128,11 @@ pub(crate) fn searched(
         let aim = walk.aim(merit, limits.target_bytes, quality);
         best = walk.chosen(&aim).or(best);
     }
+    // Prefetching is no axis: it is given up where nothing fits with it.
+    let open = config.memory.prefetch().set().is_none() && !limits.lower_tiers().is_empty();
+    if best.is_none() && open {
+        return searched(&waiting(asked), spec, stored, machine);
+    }
     let front = walk.front();
     let front = front.iter().filter_map(|(point, made)| walk.front_point(point, made));
     let front: Vec<FrontPoint> = front.collect();
@@ -146,7 +148,30 @@ pub(crate) fn searched(
         bound_step_seconds: unlimited,
         front,
     };
-    Ok(Found { config: best.map(|(point, _)| walk.space.config(&point)), report })
+    let Some((point, made)) = best else { return Ok(Found { config: None, report }) };
+    let found = walk.space.config(&point);
+    let waits = match (goal, plain) {
+        (Goal::LeastMemory, _) if open => {
+            let other = waiting(&found);
+            let method = walk.runs.method(&other, stored)?;
+            let run = settled(&other, spec, &method).map(|(settings, n)| walk.runs.of(settings, n));
+            let less = |run: &Choice| run.peak_bytes() as f64 * AS_GOOD < made.device_bytes as f64;
+            run.transpose()?.filter(|run| limits.allow(run) && less(run)).map(|_| other)
+        }
+        (Goal::Fastest, Some(plain)) if !plain.settings.offload.prefetch && limits.allow(&plain) => {
+            let is_faster = plain.time.tokens_per_second > made.tokens_per_second;
+            is_faster.then(|| resolved_with(config, &plain.settings, plain.accumulation))
+        }
+        _ => None,
+    };
+    Ok(Found { config: Some(waits.unwrap_or(found)), report })
+}
+
+/// The same without prefetching.
+fn waiting(config: &RawConfig) -> RawConfig {
+    let mut config = config.clone();
+    config.memory.prefetch = Some(Auto::Set(false));
+    config
 }
 
 /// The configuration with the ranks divided as the planner does where that is open: in the first precision of those that a class allows

@@ -191,7 +191,7 @@ fn peaks_are_what_they_were() {
 }
 
 /// Forms that layers can take which the file's cases have not, or of too few layers.
-const OF_MANY_LAYERS: [(&str, &str); 54] = [
+const OF_MANY_LAYERS: [(&str, &str); 57] = [
     (
         "qwen3-30b-a3b",
         "training.method=qlora; training.lora={rank: 2}; training.gradient_checkpointing=full; memory.offload.parameters=host; memory.expert_slots=16; training.gradient_accumulation_steps=3",
@@ -319,6 +319,18 @@ const OF_MANY_LAYERS: [(&str, &str); 54] = [
         "parallel.data_parallel=8; parallel.shard_size=4; parallel.zero_stage=3; training.gradient_accumulation_steps=3",
     ),
     ("llama-2-7b", "parallel.tensor_parallel=2; training.gradient_accumulation_steps=3"),
+    (
+        "llama-2-7b",
+        "memory.offload={parameters: host, gradients: host, optimizer: host, activations: host}; training.gradient_accumulation_steps=2",
+    ),
+    (
+        "llama-2-7b",
+        "memory.offload={parameters: disk, gradients: disk, optimizer: disk, activations: disk}; memory.prefetch=false; training.gradient_accumulation_steps=2",
+    ),
+    (
+        "llama-2-7b",
+        "parallel.data_parallel=2; parallel.zero_stage=3; memory.offload={parameters: disk, optimizer: disk}; memory.prefetch=false",
+    ),
     (
         "llama-2-7b",
         "parallel.tensor_parallel=2; parallel.sequence_parallel=false; training.gradient_accumulation_steps=3",

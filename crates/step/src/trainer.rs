@@ -231,7 +231,11 @@ impl<'a> Trainer<'a> {
         let parts = Rc::new(parts);
         let sharing = Sharing { communicator: &sharers, parts: &parts };
         let sharing = ranks::shares_weights(&settings).then_some(sharing);
-        let training = Training { cut, sharing, offload };
+        // Who gathers the next layer while one is in use has a buffer for its share of each.
+        let gathers_ahead = sharing.is_some() && settings.overlap_communication;
+        let buffers =
+            if gathers_ahead { WeightStore::BUFFERS } else { offload.buffers(WeightStore::BUFFERS) };
+        let training = Training { cut, sharing, buffers };
         let weights = WeightStore::new(device, &tiers, &spec, storage, Some(training))?;
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));

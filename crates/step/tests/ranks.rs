@@ -321,6 +321,7 @@ fn what_is_exchanged_behind_the_computation_changes_no_bit() {
     let everything = away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk);
     let mut all = cases();
     all.push(StepSettings { offload: everything, ..settings(1, 12) });
+    all.push(StepSettings { offload: Offload { prefetch: false, ..everything }, ..settings(1, 12) });
     all.push(StepSettings { method: adapters(&spec, false, DType::Nf4), ..settings(1, 12) });
     for settings in all {
         for stage in [ZeroStage::States, ZeroStage::Gradients, ZeroStage::Weights] {
@@ -441,6 +442,7 @@ fn what_lives_below_a_rank_changes_no_bit() {
                     away(disk, Tier::Device, host, disk),
                 ];
                 offloads.push(away(disk, disk, disk, disk));
+                offloads.push(Offload { prefetch: false, ..away(disk, disk, disk, disk) });
                 for offload in offloads {
                     let settings = StepSettings { offload, ..settings.clone() };
                     assert_same_weights(&run(&spec, &settings, 2), &resident, &format!("{settings:?}"));
@@ -747,6 +749,7 @@ fn whatever_else_is_asked_a_pipeline_changes_no_bit() {
         StepSettings { method: adapters(&spec, true, DType::Nf4), ..base.clone() },
         StepSettings { offload: away(Tier::Disk, Tier::Disk, Tier::Disk, Tier::Disk), ..base.clone() },
         StepSettings { offload: away(Tier::Host, Tier::Device, Tier::Disk, Tier::Disk), ..base.clone() },
+        StepSettings { offload: Offload { prefetch: false, ..Offload::all_on(Tier::Disk) }, ..base.clone() },
         StepSettings {
             offload: away(Tier::Disk, Tier::Device, Tier::Device, Tier::Disk),
             checkpointing: Checkpointing::Every(2),

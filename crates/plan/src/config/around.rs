@@ -124,6 +124,11 @@ const ALL: &[Shaping<'static>] = &[
     shaping("memory.kept_layers.activations", Halves, Fastest),
     shaping("memory.kept_layers.parameters", Halves, Fastest),
     shaping("memory.expert_slots", Halves, Fastest),
+    shaping(
+        "memory.prefetch",
+        SWITCH,
+        ByRule("what is offloaded is prefetched, and waited for only where the buffers for that do not fit"),
+    ),
     shaping("parallel.zero_stage", These(&["0", "1", "2", "3"]), Fastest)
         .unsetting(&["parallel.sharding_strategy"]),
     shaping("parallel.overlap_communication", SWITCH, Fastest),

@@ -21,12 +21,8 @@ use super::shared::{Gathering, Shared, SharedMatrix, Sharing};
 use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
-use crate::settings::Offload;
 use crate::tier::{Contents, Parcels, Pieces, Unit, Use, Values, is_matrix};
 use crate::trainer::Part;
-
-/// Buffers of weights that live on a lower tier: one in use and one prefetched.
-const BUFFERS: usize = 2;
 
 /// Weights of which some may be away.
 pub(crate) struct WeightStore<'a> {
@@ -57,8 +53,8 @@ pub(crate) struct Training<'s, 'a> {
     pub cut: Pieces,
     /// How ranks share the matrices, where they do.
     pub sharing: Option<Sharing<'s, 'a>>,
-    /// Where they live between their uses.
-    pub offload: Offload,
+    /// Buffers through which they come and go.
+    pub buffers: usize,
 }
 
 /// The f32 weights behind a parameter: some rows, and where they are.
@@ -89,6 +85,9 @@ fn comes_by_expert(spec: &ModelSpec, storage: WeightStorage<'_>, is_shared: bool
 }
 
 impl<'a> WeightStore<'a> {
+    /// Buffers of weights that live on a lower tier: one in use and one prefetched.
+    pub const BUFFERS: usize = 2;
+
     /// Takes memory for the weights that stay, homes for those that live below the device, and buffers for these. Where nothing is
     /// trained, a piece of a table is no larger than a layer.
     pub(crate) fn new(
@@ -198,7 +197,7 @@ impl<'a> WeightStore<'a> {
             }
             None => None,
         };
-        let buffers = training.map_or(BUFFERS, |training| training.offload.buffers(BUFFERS));
+        let buffers = training.map_or(Self::BUFFERS, |training| training.buffers);
         let pool = Parcels::of(device, tiers, parcels, buffers, "weights.staging")?;
         // Where nothing changes, a table of one piece comes with its block.
         let in_pieces = |away: &&AwayParameter| {
