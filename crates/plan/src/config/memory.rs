@@ -27,7 +27,7 @@ section! {
         expert_slots: Auto<u64> = Auto::Auto, LAYERS_OR_NONE;
         /// Whether offloaded weights, gradients and optimizer states are prefetched, and written back behind the computation. Without
         /// it there is one buffer for each of these kinds: that takes less memory, and the step waits. auto: true, and false where
-        /// nothing fits with it.
+        /// nothing that was tried fits with it.
         prefetch: Auto<bool> = Auto::Auto;
         /// How near to a budget a run may come: the four shares below, where they are not given.
         threshold_profile: ThresholdProfile = ThresholdProfile::Balanced;
