@@ -4,8 +4,8 @@
 //! Operations follow each other. A move begins when it is asked for and those before it on its line are done, and goes on
 //! behind the computation. Who needs what it brings waits until it is done. Copies in and copies out go on at once; reads and
 //! writes share a disk, which does no more of both at once than of one after the other. Where the cores that compute copy, too, the
-//! computation stands still meanwhile. A move of two hops is on two
-//! lines at once: one piece of it is copied while another is read or written. Messages follow each other on the line of the links.
+//! computation stands still meanwhile. A move of two hops is on two lines at once: one piece of it is copied while another is read or
+//! written. Messages follow each other on the line of the links.
 
 use std::cell::Cell;
 use std::fmt;

@@ -102,37 +102,30 @@ impl TensorKind {
     }
 }
 
-/// What the user said, and everything that was left open on the device.
-pub(crate) fn as_said(config: &OffloadConfig) -> Offload {
-    let mut offload = Offload::NONE;
+/// What the user said, and everything that was left open on the device and prefetched.
+pub(crate) fn as_said(config: &MemoryConfig) -> Offload {
+    let mut offload = Offload { prefetch: config.prefetch().set().unwrap_or(true), ..Offload::NONE };
     for kind in TensorKind::IN_ORDER {
-        if let Auto::Set(target) = kind.said(config) {
+        if let Auto::Set(target) = kind.said(&config.offload) {
             *kind.tier_mut(&mut offload) = target.into();
         }
     }
     offload
 }
 
-/// What the user said, and more and more of it where that is left open. Behind the last of each tier, where that is left open too, comes
-/// the same without prefetching, and at the end what the user said without.
+/// What the user said, and more and more of it where that is left open. Where prefetching is left open, too, the last of each tier comes
+/// without it behind that, and at the end what the user said.
 pub(crate) fn offloads(config: &MemoryConfig, tiers: &[Tier]) -> Vec<Offload> {
-    let (said, further) = (as_said(&config.offload), stages(&config.offload, tiers));
-    let waits = |offload: &Offload| Offload { prefetch: false, ..*offload };
-    match config.prefetch().set() {
-        Some(true) => std::iter::once(said).chain(further).collect(),
-        Some(false) => std::iter::once(said).chain(further).map(|offload| waits(&offload)).collect(),
-        None => {
-            let mut all = vec![said];
-            for of_tier in further.chunks((further.len() / tiers.len().max(1)).max(1)) {
-                all.extend_from_slice(of_tier);
-                all.extend(of_tier.last().map(waits));
-            }
-            if !said.is_none() {
-                all.push(waits(&said));
-            }
-            all
-        }
+    let (said, further) = (as_said(config), stages(config, tiers));
+    let open = config.prefetch().set().is_none();
+    let waiting = |offload: &Offload| open.then_some(Offload { prefetch: false, ..*offload });
+    let mut all = vec![said];
+    for of_tier in further.chunks((further.len() / tiers.len().max(1)).max(1)) {
+        all.extend_from_slice(of_tier);
+        all.extend(of_tier.last().and_then(waiting));
     }
+    all.extend(waiting(&said).filter(|_| !said.is_none()));
+    all
 }
 
 /// The layers that the user leaves out of the offload.
@@ -147,9 +140,9 @@ pub(crate) fn kept_as_said(config: &KeptLayersConfig) -> KeptLayers {
 }
 
 /// Further and further offload of what the user left open, a kind more each time, first to the first of these tiers.
-pub(crate) fn stages(config: &OffloadConfig, tiers: &[Tier]) -> Vec<Offload> {
+fn stages(config: &MemoryConfig, tiers: &[Tier]) -> Vec<Offload> {
     let open: Vec<TensorKind> =
-        TensorKind::IN_ORDER.into_iter().filter(|kind| kind.said(config) == Auto::Auto).collect();
+        TensorKind::IN_ORDER.into_iter().filter(|kind| kind.said(&config.offload) == Auto::Auto).collect();
     let steps = tiers.iter().flat_map(|tier| open.iter().map(move |kind| (*kind, *tier)));
     let stages = steps.scan(as_said(config), |offload, (kind, tier)| {
         *kind.tier_mut(offload) = tier;
@@ -187,8 +180,9 @@ mod tests {
 
     #[test]
     fn what_is_left_open_leaves_in_order_and_what_was_said_stays() {
-        let config =
-            OffloadConfig { gradients: Some(Auto::Set(OffloadTarget::Host)), ..OffloadConfig::default() };
+        let of = |offload| MemoryConfig { offload, ..MemoryConfig::default() };
+        let gradients = Some(Auto::Set(OffloadTarget::Host));
+        let config = of(OffloadConfig { gradients, ..OffloadConfig::default() });
         let (host, disk, device) = (Tier::Host, Tier::Disk, Tier::Device);
         let offload = |optimizer, activations, parameters| Offload {
             optimizer,
@@ -213,7 +207,7 @@ mod tests {
                 offload(disk, disk, disk)
             ]
         );
-        assert!(stages(&resolved(Offload::NONE), &[host, disk]).is_empty());
+        assert!(stages(&of(resolved(Offload::NONE)), &[host, disk]).is_empty());
     }
 
     #[test]

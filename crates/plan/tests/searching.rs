@@ -66,6 +66,25 @@ fn a_search_is_no_slower_than_the_plan_without_one() {
 }
 
 #[test]
+fn a_search_gives_up_prefetching_where_nothing_fits_with_it_and_for_the_least_memory() {
+    let away = "memory.offload={optimizer: disk, gradients: disk, activations: disk, parameters: disk}";
+    let set = [away, "training.mixed_precision=f32", "training.batch_size=1", "data.sequence_length=64"];
+    let of = |more: &[&str]| plan(&[&set[..], more].concat());
+    let (fastest, least) = ("planning.goal=fastest", "planning.goal=least_memory");
+    let prefetched = of(&["memory.prefetch=true", least]);
+    let open = of(&[least]);
+    assert!(prefetched.choice.settings.offload.prefetch && !open.choice.settings.offload.prefetch);
+    assert!(open.peak_bytes() < prefetched.peak_bytes());
+    // What is least is so within half a per cent.
+    let between = open.process_bytes().midpoint(prefetched.process_bytes());
+    let tight = format!("memory.device_budget={between}");
+    assert!(!of(&["memory.prefetch=true", fastest, &tight]).fits());
+    let waits = of(&[fastest, &tight]);
+    assert!(waits.fits() && !waits.choice.settings.offload.prefetch);
+    assert!(waits.search.is_some());
+}
+
+#[test]
 fn what_the_user_has_said_stays_and_a_class_allows_what_it_says() {
     let tight = "memory.device_budget=200MiB";
     let lossless = plan(&[tight, "planning.goal=fastest"]);

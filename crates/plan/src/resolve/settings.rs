@@ -14,7 +14,7 @@ use crate::config::{
     MixedPrecision, RawConfig,
 };
 use crate::expert_slots;
-use crate::offload::{self, kept_as_said};
+use crate::offload::{self, as_said, kept_as_said};
 use crate::optimizer::optimizer_settings;
 use crate::runs::Wanted;
 
@@ -153,8 +153,7 @@ pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMet
     let form = checkpointings(&config.training).first().copied()?;
     let (batch_size, accumulation) = batches(config).first()?.first().copied()?;
     let settings = step_settings(config, spec, method, precision, form, batch_size);
-    let said = offload::offloads(&config.memory, &[]).into_iter().next()?;
-    Some((at_home(config, spec, settings, said), accumulation))
+    Some((at_home(config, spec, settings, as_said(&config.memory)), accumulation))
 }
 
 /// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
