@@ -12,13 +12,22 @@ use plimsoll_plan::{Catalogue, DeviceModel, DiskRates, LimitedBy, LoadLine, Proc
 use crate::failure::Failure;
 use crate::output::errln;
 
-/// Cycles a second of an unknown card, and f32 and 16-bit operations of each multiprocessor in a cycle: those of a small one.
+/// Cycles a second of an unknown card, and f32 operations of each multiprocessor in a cycle: those of a small one.
 const CYCLES: f64 = 1.5e9;
 const F32_PER_CYCLE: f64 = 256.0;
-const HALF_PER_CYCLE: f64 = 512.0;
-/// Bytes a second of its memory, for each multiprocessor, and of its link to the host.
-const BANDWIDTH_PER_MULTIPROCESSOR: f64 = 8e9;
+/// Bytes a second of its link to the host.
 const HOST_LINK: f64 = 12e9;
+
+/// 16-bit operations of each multiprocessor in a cycle, and bytes a second of memory for each, by compute capability: cards of data centres
+/// have far more of both.
+fn of_multiprocessor(capability: u32) -> [f64; 2] {
+    match capability {
+        80 => [2048.0, 14e9],
+        90 => [4096.0, 17e9],
+        100..=109 => [8192.0, 50e9],
+        _ => [512.0, 8e9],
+    }
+}
 
 /// What `--device` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,31 +101,29 @@ pub fn host_room(resident: u64) -> u64 {
 /// How fast a card is: as the catalogue has it, or as its multiprocessors let expect.
 pub fn rates(card: &OpenCard, disk: DiskRates) -> Rates {
     let described = card.card();
-    let letters = |name: &str| -> String {
-        name.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect()
-    };
-    let name = letters(&described.name);
-    let known = Catalogue::known().devices().iter().filter(|known| name.contains(&letters(&known.title)));
-    let multiprocessors = f64::from(described.multiprocessors.max(1));
-    let rates = match known.max_by_key(|known| known.title.len()) {
+    let multiprocessors = u64::from(described.multiprocessors.max(1));
+    let known = Catalogue::known().of_driver(&described.name, described.memory, multiprocessors);
+    let rates = match known {
         Some(known) => known.rates(disk, known.neighbour_link(), None),
-        None => unknown(described, multiprocessors).rates(disk, HOST_LINK, None),
+        None => unknown(described, multiprocessors as f64).rates(disk, HOST_LINK, None),
     };
     Rates { wiring: Wiring { device: DeviceTraits::CUDA, ..rates.wiring }, ..rates }
 }
 
 /// A card of which nothing but its size and its generation is known.
 fn unknown(card: &Card, multiprocessors: f64) -> DeviceModel {
+    let [half, bandwidth] = of_multiprocessor(card.capability);
     DeviceModel {
         name: String::new(),
         title: String::new(),
         memory: ByteSize(card.memory),
-        bandwidth: BANDWIDTH_PER_MULTIPROCESSOR * multiprocessors,
+        bandwidth: bandwidth * multiprocessors,
         f32: F32_PER_CYCLE * CYCLES * multiprocessors,
-        half: HALF_PER_CYCLE * CYCLES * multiprocessors,
+        half: half * CYCLES * multiprocessors,
         bf16: true,
         fp8: None,
         multiprocessors: multiprocessors as u64,
+        reached: None,
         capability: Some(format!("{}.{}", card.capability / 10, card.capability % 10)),
         host_link: HOST_LINK,
         link: None,

@@ -160,8 +160,8 @@ impl PlanSpeeds {
         if let Some(card) = &engine.card {
             return PlanSpeeds {
                 whose: format!("on {}", card.card().name),
-                words: "shares of what the vendor states, or of what a card of this size has; steps were never timed on one:\n\
-                        the time is the plan's claim"
+                words: "shares of what the vendor states, or of what a card of this size has; steps were timed on an\n\
+                        H200 alone: on another card the time is the plan's claim"
                     .to_owned(),
                 json: json!({ "machine": null, "disk": null, "file": null }),
             };
@@ -196,7 +196,7 @@ impl PlanSpeeds {
         let mut words = match &target.device.cpu {
             Some(_) => "its speeds are those that plimsoll calibrate measured there".to_owned(),
             None => "shares of what the vendor states, as measured elsewhere (plimsoll hardware shows the figures);\n\
-                     steps of GPUs were never timed: what the step takes on that device is the plan's claim"
+                     steps were timed on an H200 alone: what the step takes on another GPU is the plan's claim"
                 .to_owned(),
         };
         if target.disk.is_none() {

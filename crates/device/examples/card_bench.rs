@@ -4,6 +4,7 @@
 //! long enough to be measured. `small` takes tiny shapes: with a driver library without a GPU, that shows that everything here runs.
 
 use std::error::Error;
+use std::sync::LazyLock;
 use std::time::Instant;
 
 use plimsoll_device::cuda::{Cuda, Driver, OpenCard};
@@ -11,7 +12,7 @@ use plimsoll_device::{
     Activation, Adam, Attention, AttentionShape, Compute, DType, Device, DeviceError, DeviceExt, Elementwise,
     Glu, Norm, Op, Product, Rounding, Rule, Tensor, Update,
 };
-use plimsoll_memory::{ByteSize, Tag};
+use plimsoll_memory::{ByteSize, Tag, splitmix64};
 
 const ROUNDS: usize = 7;
 /// Seconds that a round takes at least.
@@ -19,15 +20,24 @@ const ROUND_SECONDS: f64 = 0.02;
 /// Bytes of the largest shapes.
 const ARENA: u64 = 6 << 30;
 
+/// Random bytes of which no exponent is large.
+static SOME: LazyLock<Vec<u8>> =
+    LazyLock::new(|| (0..1 << 20).map(|place| (splitmix64(place, 0) >> 56) as u8 & 0xbf).collect());
+
 fn main() -> Result<(), Box<dyn Error>> {
     let small = std::env::args().skip(1).any(|argument| argument == "small");
+    let start = Instant::now();
     let card = OpenCard::new(&Driver::load()?, 0)?;
+    let opened = start.elapsed().as_secs_f64();
     let (overhead, free) = (card.taken_bytes()?, card.free_bytes()?);
     let arena = if small { 64 << 20 } else { ARENA.min(free / 10 * 9) };
     let bench = Bench { cuda: Cuda::new(&card, arena)?, small };
     let name = &bench.cuda.card().name;
     eprintln!("{name}: {} taken by the context and the kernels", ByteSize(overhead));
-    println!("{}", serde_json::json!({ "card": name, "overhead_bytes": overhead, "free_bytes": free }));
+    let about = serde_json::json!({
+        "card": name, "overhead_bytes": overhead, "free_bytes": free, "opened_in_seconds": opened,
+    });
+    println!("{about}");
     // Of a 7B model with 2048 tokens: the attention's, the feed-forward part's, and a token alone.
     for [rows, inner, columns] in
         [[2048, 4096, 4096], [2048, 4096, 11_008], [2048, 11_008, 4096], [1, 4096, 4096]]
@@ -36,10 +46,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             ([DType::F32; 3], Compute::F32),
             ([DType::Bf16; 3], Compute::Bf16),
             ([DType::Bf16, DType::Q4K, DType::Bf16], Compute::Bf16),
+            ([DType::Bf16, DType::F32, DType::Bf16], Compute::Bf16),
         ] {
             bench.products([rows, inner, columns], types, compute)?;
         }
     }
+    // The head of a 1B model, whose gradients come in f32.
+    bench.products([2048, 2048, 128_256], [DType::F32, DType::Bf16, DType::F32], Compute::Bf16)?;
     for (tokens, head_dim) in [(2048, 128), (8192, 128), (2048, 64)] {
         bench.attention(tokens, head_dim)?;
     }
@@ -62,8 +75,14 @@ impl Bench {
 
     fn tensor(&self, dtype: DType, sizes: &[u64]) -> Result<Tensor, DeviceError> {
         let tensor = self.cuda.alloc(dtype, sizes, Tag::Workspace, "bench")?;
-        // Bytes that are small numbers in f32 and bf16, and codes of blocks with a scale.
-        self.cuda.write(&tensor, &mut |bytes| bytes.fill(0x3c))?;
+        // Numbers that are small in f32, bf16 and f16, and codes of blocks with a scale: random bytes of which no exponent is large. Numbers
+        // that are alike would take less power, and run faster than those of a model.
+        self.cuda.write(&tensor, &mut |bytes| {
+            for (number, some) in bytes.chunks_mut(SOME.len()).enumerate() {
+                let start = number * 4096 % (SOME.len() - some.len() + 1);
+                some.copy_from_slice(&SOME[start..start + some.len()]);
+            }
+        })?;
         Ok(tensor)
     }
 

@@ -13,8 +13,8 @@ use crate::spec::ModelSpec;
 
 /// Values made at a time.
 const CHUNK: usize = 256;
-/// Values of a part at least: so many take longer than to begin a thread, by far.
-const PART: usize = 256 << 10;
+/// Values of a part at least: so many take longer than to begin a thread, by far, and are few enough that 4 MiB occupy sixteen cores.
+const PART: usize = 32 << 10;
 
 /// Writes the first values of some rows of a parameter as `dtype` (f32, bf16 or f16) into `out`, which has their size.
 pub fn fill(

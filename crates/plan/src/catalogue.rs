@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use plimsoll_memory::ByteSize;
 
-pub use device::{DeviceModel, MeasuredCpu, Price};
+pub use device::{DeviceModel, MeasuredCpu, Price, Reached};
 pub use target::{Spill, Target};
 
 use file::Content;
@@ -172,6 +172,23 @@ impl Catalogue {
         Ok(Target { name, title, ..target })
     }
 
+    /// The device that a driver calls so, with so much memory and so many multiprocessors. Drivers say neither the form of a card as the
+    /// catalogue does nor always its memory: `NVIDIA H100 80GB HBM3`, `NVIDIA A100-SXM4-40GB`, `NVIDIA H200`.
+    pub fn of_driver(&self, name: &str, memory: u64, multiprocessors: u64) -> Option<&DeviceModel> {
+        let called = telling_words(name);
+        let near = |a: u64, b: u64| a.abs_diff(b) <= a.max(b) / 16;
+        let is_it = |device: &&DeviceModel| {
+            let title = telling_words(&device.title);
+            let other = |word: &String| VARIANTS.contains(&word.as_str()) && !title.contains(word);
+            !title.is_empty()
+                && title.iter().all(|word| called.contains(word))
+                && !called.iter().any(other)
+                && near(device.memory.0, memory)
+                && near(device.multiprocessors, multiprocessors)
+        };
+        self.devices().iter().filter(is_it).max_by_key(|device| telling_words(&device.title).len())
+    }
+
     /// A device by name; `asked` is what the user wrote.
     fn device(&self, name: &str, asked: &str) -> Result<&DeviceModel, CatalogueError> {
         let is_it = |device: &&DeviceModel| is_called(&device.name, name) || is_called(&device.title, name);
@@ -189,6 +206,18 @@ impl Catalogue {
         let near = near.into_iter().take(3).map(|(_, name)| name.to_owned()).collect();
         Err(CatalogueError::Unknown { name: asked.to_owned(), near })
     }
+}
+
+/// Words that make another device of one.
+const VARIANTS: [&str; 5] = ["ti", "super", "laptop", "ada", "max"];
+
+/// The words of a device's name but for the vendor's, its form's and its memory's.
+fn telling_words(name: &str) -> Vec<String> {
+    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).map(str::to_ascii_lowercase);
+    let plain = ["", "nvidia", "geforce", "tesla", "gpu", "generation", "pcie"];
+    let is_form = |word: &str| word.starts_with("sxm") || word.starts_with("hbm");
+    let is_size = |word: &str| word.strip_suffix("gb").is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
+    words.filter(|word| !plain.contains(&word.as_str()) && !is_form(word) && !is_size(word)).collect()
 }
 
 /// The numbers before a name, and the name.

@@ -17,7 +17,7 @@ pub(crate) use self::candidates::{batches, checkpointings, precisions};
 pub use self::choice::Choice;
 pub(crate) use self::choice::sequences;
 pub use self::lighter::lighter_choices;
-pub(crate) use self::settings::{check_model, resolved_with, settled, step_settings};
+pub(crate) use self::settings::{check_model, chunk_within, resolved_with, settled, step_settings};
 pub use self::settings::{loss_chunk_tokens, resolved_config};
 use crate::config::{RawConfig, TrainingConfig};
 use crate::expert_slots;
@@ -27,6 +27,8 @@ use crate::runs::{DryRuns, Wanted};
 
 /// Choices within this share of the fastest one count as equally fast; the smallest of them is taken.
 pub(crate) const AS_FAST: f64 = 1.01;
+/// Logits of a chunk on a card take this much at most where the user does not say.
+const CARD_LOGITS_BYTES: u64 = 1 << 30;
 
 /// Micro-batches of a step up to which it is tried how many of them are best taken together: each such plan runs those of a
 /// pass dry.
@@ -227,14 +229,39 @@ impl Search<'_> {
     }
 
     /// The same step with as many micro-batches in a pass as are worth it, what the planner has sent away brought back as far as there
-    /// is room, and exchanges behind the computation.
+    /// is room, exchanges behind the computation, and on a card more logits at once.
     pub fn finished(&self, choice: Choice) -> Result<Choice, StepError> {
         let together = self.together(&choice)?;
         let filled = self.filled(choice)?;
-        let Some(together) = together else { return self.overlapped(filled) };
-        let together = self.filled(together)?;
-        let faster = together.time.tokens_per_second > filled.time.tokens_per_second;
-        self.overlapped(if faster { together } else { filled })
+        let best = match together.map(|together| self.filled(together)).transpose()? {
+            Some(together) if together.time.tokens_per_second > filled.time.tokens_per_second => together,
+            _ => filled,
+        };
+        self.with_more_logits(self.overlapped(best)?)
+    }
+
+    /// The same with as many logits at once as there is room for, up to [`CARD_LOGITS_BYTES`], where that is faster, left open and a card computes:
+    /// products of few rows leave most of its multiprocessors idle.
+    fn with_more_logits(&self, choice: Choice) -> Result<Choice, StepError> {
+        let Limits { target_bytes, .. } = self.limits;
+        let open = self.config.training.loss_chunk_tokens().set().is_none();
+        if !(open && !self.runs.rates.wiring.device.unified && self.fits(&choice, target_bytes)) {
+            return Ok(choice);
+        }
+        let own = &choice.settings;
+        let tokens = own.chunk_tokens().unwrap_or(own.batch_size.saturating_mul(own.sequence_length));
+        let mut more = chunk_within(CARD_LOGITS_BYTES, self.runs.spec.vocab_size, tokens);
+        while more > own.loss_chunk_tokens {
+            let settings = StepSettings { loss_chunk_tokens: more, ..own.clone() };
+            let other = self.runs.of(settings, choice.accumulation)?;
+            if self.fits(&other, target_bytes)
+                && other.time.tokens_per_second >= choice.time.tokens_per_second
+            {
+                return Ok(other);
+            }
+            more = more.next_power_of_two() / 2;
+        }
+        Ok(choice)
     }
 
     /// A candidate for every form of checkpointing and batch, but for those of which others say that they cannot be taken.

@@ -149,6 +149,23 @@ fn what_does_not_fit_a_device_goes_to_its_host_before_the_disk() {
     assert!(short.sentence(&host).contains("a rank's host memory is 20.0 MiB"), "{}", short.sentence(&host));
 }
 
+/// Products of few rows leave most of a card idle: it has more logits at once, as far as there is room and nobody says otherwise.
+#[test]
+fn a_card_has_more_logits_at_once_where_there_is_room() {
+    let set = ["training.batch_size=2", "data.sequence_length=2048", "training.mixed_precision=bf16"];
+    let of = |more: &[&str]| plan_for(&target("h100"), "tinyllama-1.1b", &[&set[..], more].concat());
+    let plan = of(&[]);
+    assert_eq!(plan.choice.settings.loss_chunk_tokens, 4096);
+    let few = of(&["training.loss_chunk_tokens=256"]);
+    assert_eq!(few.choice.settings.loss_chunk_tokens, 256);
+    assert!(few.choice.time.step_seconds > plan.choice.time.step_seconds);
+    // Where only the fewest have room, these it is.
+    let budget = format!("memory.device_budget={}B", few.peak_bytes() + few.overhead_bytes + (1 << 20));
+    let share = ["memory.target_utilization=1", "training.gradient_checkpointing=none", &budget];
+    let tight = of(&share);
+    assert!(tight.choice.settings.loss_chunk_tokens < 4096 && tight.fits(), "{:?}", tight.misfits());
+}
+
 /// A budget that is stated counts where it is smaller than the device.
 #[test]
 fn a_budget_below_the_devices_memory_is_the_line() {

@@ -1,7 +1,7 @@
 //! `plimsoll hardware`: the devices and machines that plans can be made for.
 
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::{Catalogue, DeviceModel, Price, Spill, Target};
+use plimsoll_plan::{Catalogue, DeviceModel, Price, Reached, Spill, Target};
 use serde_json::json;
 
 use crate::args::HardwareArgs;
@@ -89,6 +89,11 @@ fn one(catalogue: &Catalogue, target: &Target) -> String {
     };
     if device.cpu.is_none() {
         rows.extend(device.fp8.map(|rate| row!["in fp8", tera(rate)]));
+        rows.extend(device.reached.map(|Reached { products, bandwidth }| {
+            let shares =
+                format!("{:.0} % of products, {:.0} % of what is read", 100.0 * products, 100.0 * bandwidth);
+            row!["steps were measured to reach", shares]
+        }));
         if !device.has_tensor_cores() {
             rows.push(row!["in 16 bits in plans: kernels for tensor cores need 8.0", tera(device.f32)]);
         }

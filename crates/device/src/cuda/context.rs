@@ -3,11 +3,10 @@
 //! Contexts belong to threads: whatever a thread asks of the driver, it enters the context first.
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use plimsoll_memory::run_on_all_cores;
 use smallvec::SmallVec;
 
 use super::driver::{Address, Driver, Handle, is_out_of_memory};
@@ -189,9 +188,7 @@ impl Stream {
     /// # Safety
     /// The addresses among the parameters are of memory that is not given back before the stream has come so far.
     pub unsafe fn launch(&self, kernels: &Kernels, launch: &Launch) -> Result<(), CudaError> {
-        let Some(function) = kernels.functions.get(launch.kernel) else {
-            return Err(CudaError::NotYet { op: launch.kernel, reason: None });
-        };
+        let function = kernels.function(launch.kernel)?;
         self.context.enter()?;
         let at = |start: &u32| launch.parameters.get(*start as usize..).unwrap_or_default().as_ptr();
         let starts = launch.starts.iter().map(|start| at(start).cast_mut().cast());
@@ -201,7 +198,7 @@ impl Stream {
         // SAFETY: the driver copies the parameters, which the caller vouches for, before it returns.
         let code = unsafe {
             (self.context.driver.functions().launch)(
-                *function,
+                function,
                 across,
                 down,
                 1,
@@ -292,100 +289,124 @@ pub(super) struct Program {
     pub much_shared: bool,
 }
 
+/// What a kernel begins with in a program.
+const ENTRY: &str = "\n.visible .entry ";
+/// The constants that every kernel knows.
+const TABLES: &CStr = c"tables";
+/// Bytes of a card that all kernels take together, at most: 5 MB of instructions, in pages of 2 MiB.
+const KERNEL_BYTES: u64 = 16 << 20;
+
+/// A kernel's text: what comes before all kernels of its program, and its own.
+#[derive(Clone, Copy, Debug)]
+struct Source {
+    head: &'static str,
+    body: &'static str,
+    much_shared: bool,
+}
+
 impl Program {
-    fn load(&self, context: &Context) -> Result<Handle, CudaError> {
-        let refused =
-            |reason: &str| CudaError::Refused { call: "cuModuleLoadData", reason: reason.to_owned() };
-        let image = CString::new(self.ptx).map_err(|_| refused("the kernels hold a zero"))?;
-        let mut module = null_mut();
-        context.enter()?;
-        // SAFETY: writes one handle; the text ends with a zero.
-        let code = unsafe { (context.driver.functions().module_load)(&mut module, image.as_ptr().cast()) };
-        context.driver.check("cuModuleLoadData", code)?;
-        Ok(module)
+    /// The kernels by name.
+    fn sources(&self) -> impl Iterator<Item = (&'static str, Source)> {
+        let Program { ptx, kernels, much_shared } = *self;
+        let mut parts = ptx.split(ENTRY);
+        let head = parts.next().unwrap_or_default();
+        parts.filter_map(move |body| {
+            let (written, _) = body.split_once('(')?;
+            let name = kernels.iter().find(|name| **name == written)?;
+            Some((*name, Source { head, body, much_shared }))
+        })
     }
 }
 
-/// A module on its way from the thread that loaded it.
-struct Loaded(Handle);
+/// A kernel that the driver has compiled, and the module that it is alone in.
+#[derive(Debug)]
+struct Loaded {
+    module: Handle,
+    function: Handle,
+}
 
-// SAFETY: handles of modules may be used from any thread that is in their context.
-unsafe impl Send for Loaded {}
-
-/// The kernels, compiled for the card.
+/// The kernels. The driver compiles one when it is first launched, and keeps the result on the disk: compiling all of them takes most of a
+/// minute, since it compiles one at a time, and a run needs a few of them.
 #[derive(Debug)]
 pub(super) struct Kernels {
     context: Arc<Context>,
-    /// One for each program.
-    modules: Vec<Handle>,
-    functions: HashMap<&'static str, Handle>,
+    sources: HashMap<&'static str, Source>,
+    tables: Vec<u8>,
+    loaded: Mutex<HashMap<&'static str, Loaded>>,
 }
 
 impl Kernels {
-    /// Has the driver compile programs, which takes most of a minute at the first start: all at the same time.
-    pub fn load(context: &Arc<Context>, programs: &[Program]) -> Result<Kernels, CudaError> {
-        let mut kernels =
-            Kernels { context: Arc::clone(context), modules: Vec::new(), functions: HashMap::new() };
-        let loaded: Vec<Result<Handle, CudaError>> = std::thread::scope(|scope| {
-            let others = programs.iter().skip(1).map(|program| {
-                scope.spawn(move || {
-                    run_on_all_cores();
-                    program.load(context).map(Loaded)
-                })
-            });
-            let others: Vec<_> = others.collect();
-            let first = programs.iter().take(1).map(|program| program.load(context));
-            let first: Vec<_> = first.collect();
-            let joined = others.into_iter().map(|thread| {
-                let loaded = thread.join().unwrap_or_else(|panicked| std::panic::resume_unwind(panicked));
-                loaded.map(|Loaded(module)| module)
-            });
-            first.into_iter().chain(joined).collect()
-        });
-        // Those that were loaded are given back where another was not.
-        kernels.modules.extend(loaded.iter().filter_map(|module| module.as_ref().ok().copied()));
-        for (program, module) in programs.iter().zip(loaded) {
-            kernels.find(program, module?)?;
-        }
-        Ok(kernels)
+    /// Those of some programs, which know these tables.
+    pub fn new(context: &Arc<Context>, programs: &[Program], tables: Vec<u8>) -> Kernels {
+        let sources = programs.iter().flat_map(Program::sources).collect();
+        Kernels { context: Arc::clone(context), sources, tables, loaded: Mutex::default() }
     }
 
-    /// Finds the kernels of a program.
-    fn find(&mut self, program: &Program, module: Handle) -> Result<(), CudaError> {
+    /// Bytes of the card that kernels may take that are not there yet.
+    pub fn bytes_to_come(&self) -> u64 {
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner).len() as u64;
+        KERNEL_BYTES - KERNEL_BYTES * loaded / (self.sources.len() as u64).max(1)
+    }
+
+    /// The kernel of that name, compiled if it is not yet.
+    fn function(&self, name: &'static str) -> Result<Handle, CudaError> {
+        let mut all = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(loaded) = all.get(name) {
+            return Ok(loaded.function);
+        }
+        let source = self.sources.get(name).ok_or(CudaError::NotYet { op: name, reason: None })?;
         let (driver, functions) = (&self.context.driver, self.context.driver.functions());
-        for name in program.kernels {
-            let (mut function, text) = (null_mut(), CString::new(*name).unwrap_or_default());
-            // SAFETY: writes one handle; the name ends with a zero.
-            let code = unsafe { (functions.module_function)(&mut function, module, text.as_ptr()) };
-            driver.check("cuModuleGetFunction", code)?;
-            if program.much_shared {
-                // SAFETY: the handle is the driver's.
-                let code =
-                    unsafe { (functions.set_attribute)(function, MOST_SHARED, MOST_SHARED_BYTES as c_int) };
-                driver.check("cuFuncSetAttribute", code)?;
-            }
-            self.functions.insert(name, function);
+        let Source { head, body, much_shared } = source;
+        let image = CString::new(format!("{head}{ENTRY}{body}")).map_err(|_| {
+            let reason = format!("{name} holds a zero");
+            CudaError::Refused { call: "cuModuleLoadData", reason }
+        })?;
+        let (mut module, mut function) = (null_mut(), null_mut());
+        self.context.enter()?;
+        // SAFETY: writes one handle; the text ends with a zero.
+        let code = unsafe { (functions.module_load)(&mut module, image.as_ptr().cast()) };
+        driver.check("cuModuleLoadData", code)?;
+        let prepared = self.prepare(name, module, *much_shared, &mut function);
+        if let Err(error) = prepared {
+            // SAFETY: it was loaded once.
+            unsafe { (functions.module_unload)(module) };
+            return Err(error);
         }
-        Ok(())
+        all.insert(name, Loaded { module, function });
+        Ok(function)
     }
 
-    /// Where a constant of the kernels lies in each program, which has to be of that size.
-    pub fn constants(&self, name: &str, bytes: usize) -> Result<Vec<Address>, CudaError> {
-        let (driver, text) = (&self.context.driver, CString::new(name).unwrap_or_default());
-        self.context.enter()?;
-        let of_module = |module: &Handle| {
-            let (mut address, mut size) = (0, 0);
-            // SAFETY: writes an address and a number; the name ends with a zero.
-            let code = unsafe {
-                (driver.functions().module_global)(&mut address, &mut size, *module, text.as_ptr())
-            };
-            driver.check("cuModuleGetGlobal", code)?;
-            let reason = || format!("{name} has {size} bytes, not {bytes}");
-            (size == bytes)
-                .then_some(address)
-                .ok_or_else(|| CudaError::Refused { call: "cuModuleGetGlobal", reason: reason() })
-        };
-        self.modules.iter().map(of_module).collect()
+    /// Finds the kernel of a module that was just loaded, and gives it the tables.
+    fn prepare(
+        &self,
+        name: &str,
+        module: Handle,
+        much_shared: bool,
+        function: &mut Handle,
+    ) -> Result<(), CudaError> {
+        let (driver, functions) = (&self.context.driver, self.context.driver.functions());
+        let text = CString::new(name).unwrap_or_default();
+        // SAFETY: writes one handle; the name ends with a zero.
+        let code = unsafe { (functions.module_function)(function, module, text.as_ptr()) };
+        driver.check("cuModuleGetFunction", code)?;
+        if much_shared {
+            // SAFETY: the handle is the driver's.
+            let code =
+                unsafe { (functions.set_attribute)(*function, MOST_SHARED, MOST_SHARED_BYTES as c_int) };
+            driver.check("cuFuncSetAttribute", code)?;
+        }
+        let (mut address, mut size) = (0, 0);
+        // SAFETY: writes an address and a number; the name ends with a zero.
+        let code = unsafe { (functions.module_global)(&mut address, &mut size, module, TABLES.as_ptr()) };
+        driver.check("cuModuleGetGlobal", code)?;
+        if size != self.tables.len() {
+            let reason = format!("the tables of {name} have {size} bytes, not {}", self.tables.len());
+            return Err(CudaError::Refused { call: "cuModuleGetGlobal", reason });
+        }
+        let stream = Stream::new(&self.context)?;
+        // SAFETY: nobody writes the tables, and the stream is waited for.
+        unsafe { stream.copy_in(address, &self.tables)? };
+        stream.finish()
     }
 }
 
@@ -393,9 +414,9 @@ impl Drop for Kernels {
     fn drop(&mut self) {
         // Where the context cannot be entered, giving back is tried all the same.
         let _ = self.context.enter();
-        for module in &self.modules {
+        for loaded in self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner).values() {
             // SAFETY: it was loaded once.
-            unsafe { (self.context.driver.functions().module_unload)(*module) };
+            unsafe { (self.context.driver.functions().module_unload)(loaded.module) };
         }
     }
 }
@@ -404,3 +425,23 @@ impl Drop for Kernels {
 unsafe impl Send for Kernels {}
 // SAFETY: as above.
 unsafe impl Sync for Kernels {}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{PTX, PTX_80, PTX_90, lower};
+    use super::*;
+
+    #[test]
+    fn each_kernel_has_its_text() {
+        let all: [(&str, &[&str]); 3] =
+            [(PTX, &lower::KERNELS), (PTX_80, &lower::KERNELS_80), (PTX_90, &lower::KERNELS_90)];
+        for (ptx, kernels) in all {
+            let program = Program { ptx, kernels, much_shared: false };
+            let mut found: Vec<(&str, Source)> = program.sources().collect();
+            found.sort_unstable_by_key(|(name, _)| *name);
+            assert!(found.iter().map(|(name, _)| *name).eq(kernels.iter().copied()));
+            assert!(found.iter().all(|(_, source)| source.head.contains(".version")));
+            assert!(found.iter().all(|(_, source)| source.head.contains(" tables[")));
+        }
+    }
+}

@@ -8,14 +8,14 @@ use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
 
 use super::context::{Allocation, Context, Kernels, Program, Stream};
 use super::driver::Driver;
-use super::lower::{self, Check, Places, WORKSPACE_BYTES};
+use super::lower::{self, Check, PART_BYTES, Places, WORKSPACE_BYTES};
 use super::{
     Card, CudaError, PTX, PTX_80, PTX_90, TENSOR_CORES, WHOLE_TILES, WHOLE_TILES_DRIVER, host, tables,
 };
 use crate::{Device, DeviceError, DeviceTraits, Lent, Op, TRANSFER_BYTES, Tensor, Workspace};
 
-/// Bytes beside the arena: the workspace, and the word where faults are left, with what aligns it.
-const BESIDE_BYTES: u64 = WORKSPACE_BYTES + 256;
+/// Bytes of the word where faults are left, behind the workspace, with what aligns it.
+const FAULT_BYTES: u64 = 256;
 /// Bits of a place in a fault; the number of the check lies above them.
 const PLACE_BITS: u32 = 40;
 /// What the word holds while there is no fault.
@@ -31,14 +31,26 @@ pub struct OpenCard {
     /// Whether there are the kernels that multiply whole tiles.
     whole_tiles: bool,
     beside: Allocation,
+    /// Bytes of the workspace, and those that operands are rounded in for whole tiles.
+    workspace_bytes: u64,
+    part_bytes: u64,
 }
 
 impl OpenCard {
-    /// Opens a card: makes the context, has the driver compile the kernels, takes the workspace.
+    /// Opens a card: makes the context and takes the workspace. Kernels are compiled when they are first launched.
     ///
     /// # Errors
     /// There is no such card, it is too old, or the driver refuses.
     pub fn new(driver: &Driver, index: u32) -> Result<Arc<OpenCard>, CudaError> {
+        OpenCard::with_part_bytes(driver, index, PART_BYTES)
+    }
+
+    /// The same where a card that multiplies whole tiles has so many bytes to round operands in, part by part: 64 MiB is good. Parts have
+    /// the bits of the whole.
+    ///
+    /// # Errors
+    /// As of `new`.
+    pub fn with_part_bytes(driver: &Driver, index: u32, part_bytes: u64) -> Result<Arc<OpenCard>, CudaError> {
         let context = Context::new(driver, index)?;
         let capability = context.card.capability;
         let whole_tiles = capability == WHOLE_TILES
@@ -51,20 +63,15 @@ impl OpenCard {
         if whole_tiles {
             programs.push(Program { ptx: PTX_90, kernels: &lower::KERNELS_90, much_shared: true });
         }
-        let kernels = Kernels::load(&context, &programs)?;
-        let beside = Allocation::new(&context, BESIDE_BYTES)?;
-        let (constants, stream) = (tables::bytes(), Stream::new(&context)?);
-        let places = kernels.constants("tables", constants.len())?;
-        let no_fault = NO_FAULT.to_ne_bytes();
-        // SAFETY: nobody writes either before the stream is done.
-        unsafe {
-            for at in places {
-                stream.copy_in(at, &constants)?;
-            }
-            stream.copy_in(beside.address + WORKSPACE_BYTES, &no_fault)?;
-        }
+        let kernels = Kernels::new(&context, &programs, tables::bytes());
+        let part_bytes = if whole_tiles { part_bytes } else { 0 };
+        let workspace_bytes = WORKSPACE_BYTES.max(part_bytes).next_multiple_of(FAULT_BYTES);
+        let beside = Allocation::new(&context, workspace_bytes + FAULT_BYTES)?;
+        let (no_fault, stream) = (NO_FAULT.to_ne_bytes(), Stream::new(&context)?);
+        // SAFETY: nobody writes it before the stream is done.
+        unsafe { stream.copy_in(beside.address + workspace_bytes, &no_fault)? };
         stream.finish()?;
-        Ok(Arc::new(OpenCard { context, kernels, whole_tiles, beside }))
+        Ok(Arc::new(OpenCard { context, kernels, whole_tiles, beside, workspace_bytes, part_bytes }))
     }
 
     /// The card.
@@ -80,17 +87,18 @@ impl OpenCard {
         Ok(self.context.memory()?.0)
     }
 
-    /// Bytes that are taken now, by this process and by others: before there is an arena, the least that a budget has to leave.
+    /// Bytes that are taken now, by this process and by others, and those of kernels that are not there yet: before there is an arena, the
+    /// least that a budget has to leave.
     ///
     /// # Errors
     /// The driver does not say.
     pub fn taken_bytes(&self) -> Result<u64, CudaError> {
         let (free, total) = self.context.memory()?;
-        Ok(total.saturating_sub(free))
+        Ok(total.saturating_sub(free) + self.kernels.bytes_to_come())
     }
 
     fn fault_address(&self) -> u64 {
-        self.beside.address + WORKSPACE_BYTES
+        self.beside.address + self.workspace_bytes
     }
 }
 
@@ -255,6 +263,7 @@ impl Device for Cuda {
             key: (self.checks.borrow().len() as u64) << PLACE_BITS,
             capability: self.card().capability,
             whole_tiles: self.card.whole_tiles,
+            part_bytes: self.card.part_bytes,
             multiprocessors: self.card().multiprocessors,
         };
         lower::lower(op, places, &mut |mut launch| {

@@ -577,7 +577,6 @@ template <class Map>
 inline void lines_begin(void* to, const Map* map, unsigned x, unsigned head, unsigned line, unsigned batch, unsigned long long* barrier) {
     on_cpu::begin_box(to, map, {(int)x, (int)head, (int)line, (int)batch}, barrier);
 }
-inline void written_for_products() {}
 template <unsigned COUNT> inline void registers_less() {}
 template <unsigned COUNT> inline void registers_more() {}
 inline void warp_barrier() { on_cpu::give_way(on_cpu::AT_WARP); }

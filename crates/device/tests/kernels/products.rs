@@ -10,8 +10,9 @@ use crate::harness::{Expected, Operand, check_product, noise};
 use DType::{Bf16, F16, F32};
 
 /// Tokens, inputs, outputs: one of everything, rows of few, edges of tiles of 128, lines that begin at multiples of 16, 8, 4 and 2
-/// bytes, whole tiles that are narrow and wide, and sums that are folded.
-const SHAPES: [[usize; 3]; 10] = [
+/// bytes, whole tiles that are narrow and wide, sums that are folded, and operands that are rounded part by part, and adapters of
+/// rank 1.
+const SHAPES: [[usize; 3]; 14] = [
     [1, 1, 1],
     [16, 70, 9],
     [17, 16, 3],
@@ -22,6 +23,10 @@ const SHAPES: [[usize; 3]; 10] = [
     [150, 136, 272],
     [24, 2050, 18],
     [18, 24, 2088],
+    [20, 64, 2100],
+    [20, 24, 1],
+    [20, 1, 24],
+    [200, 1, 40],
 ];
 
 /// An operand and its values as a product takes them.

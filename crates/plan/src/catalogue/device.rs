@@ -15,8 +15,8 @@ const OF_BANDWIDTH: f64 = 0.88;
 /// Share of a stated link that messages reach.
 const OF_LINK: f64 = 0.8;
 
-/// Seconds until a kernel has begun.
-const SECONDS_PER_LAUNCH: f64 = 4e-6;
+/// Seconds until an operation has begun, which is a kernel or several: a step of many small ones took as much on an H200.
+const SECONDS_PER_LAUNCH: f64 = 8e-6;
 
 /// Evaluations of exp for each f32 operation of the vector units: 16 and 256 a multiprocessor and cycle.
 const EXPS_PER_FLOP: f64 = 1.0 / 16.0;
@@ -26,6 +26,10 @@ const CONTEXT_PER_MULTIPROCESSOR: u64 = 3 << 20;
 
 /// Kernels, and what the library of products keeps.
 const KERNELS: u64 = 96 << 20;
+
+/// What whole tiles take beside that on compute capability 9.0: where operands are rounded, and contexts that are larger. 601 MiB were seen
+/// in all with 132 multiprocessors.
+const WHOLE_TILES: u64 = 128 << 20;
 
 /// What a communicator between devices takes: 1.06 GiB were seen on eight of them.
 const COMMUNICATOR: u64 = 1100 << 20;
@@ -59,6 +63,9 @@ pub struct DeviceModel {
     pub fp8: Option<f64>,
     /// Streaming multiprocessors, or compute units.
     pub multiprocessors: u64,
+    /// What kernels were measured to reach of the rates above, where they were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reached: Option<Reached>,
     /// CUDA's compute capability.
     #[serde(default)]
     pub capability: Option<String>,
@@ -80,6 +87,16 @@ pub struct DeviceModel {
     /// What `plimsoll calibrate` has found of a CPU. Then the device is that CPU with its memory, and the figures above are for people.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<MeasuredCpu>,
+}
+
+/// Shares of what is stated that kernels were measured to reach.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reached {
+    /// In products, of a whole step.
+    pub products: f64,
+    /// In what memory bounds, of a whole step.
+    pub bandwidth: f64,
 }
 
 /// A CPU as it was measured.
@@ -121,7 +138,10 @@ impl DeviceModel {
             return cpu.overhead.0;
         }
         let context = self.multiprocessors.saturating_mul(CONTEXT_PER_MULTIPROCESSOR);
-        context.saturating_add(KERNELS).saturating_add(if devices > 1 { COMMUNICATOR } else { 0 })
+        let hopper = self.capability.as_deref().is_some_and(|capability| capability == "9.0");
+        let beside =
+            KERNELS + if hopper { WHOLE_TILES } else { 0 } + if devices > 1 { COMMUNICATOR } else { 0 };
+        context.saturating_add(beside)
     }
 
     /// How fast it is: shares of what is stated, as measured elsewhere.
@@ -132,10 +152,12 @@ impl DeviceModel {
             return Rates { disk, wiring, ..cpu.measured.rates };
         }
         let half = if self.has_tensor_cores() { self.half } else { self.f32 };
-        let products = [OF_PEAK * self.f32, OF_PEAK * half];
-        let memory_bandwidth = OF_BANDWIDTH * self.bandwidth;
+        let usual = Reached { products: OF_PEAK, bandwidth: OF_BANDWIDTH };
+        let reached = self.reached.unwrap_or(usual);
+        let products = [reached.products * self.f32, reached.products * half];
+        let memory_bandwidth = reached.bandwidth * self.bandwidth;
         Rates {
-            matmul_fp8: OF_PEAK * self.fp8.unwrap_or(half),
+            matmul_fp8: reached.products * self.fp8.unwrap_or(half),
             seconds_per_operation: SECONDS_PER_LAUNCH,
             disk,
             wiring: Wiring {
@@ -189,7 +211,12 @@ impl DeviceModel {
                 .as_ref()
                 .and_then(|measured| Some(format!("measured: {}", measured.measured.rates.fault()?)))
         };
-        rate.or_else(memory).or_else(price).or_else(measured)
+        let reached = || {
+            let Reached { products, bandwidth } = self.reached?;
+            let odd = [products, bandwidth].into_iter().find(|share| !(*share >= 0.001 && *share <= 2.0))?;
+            Some(format!("reached is {odd}; it is a share of a stated rate, as 0.7"))
+        };
+        rate.or_else(memory).or_else(reached).or_else(price).or_else(measured)
     }
 }
 

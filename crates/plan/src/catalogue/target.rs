@@ -92,6 +92,7 @@ impl Target {
             bf16: true,
             fp8: Some(matmul_fp8),
             multiprocessors: cpu.threads as u64,
+            reached: None,
             capability: None,
             host_link: memory_bandwidth / 2.0,
             link: None,

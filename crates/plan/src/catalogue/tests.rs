@@ -99,6 +99,11 @@ fn a_file_describes_any_other_machine() {
         ("device: 4090\nlink: -1\n", "link is no rate"),
         ("device: 4090\nprice: {low: 2, high: 1}\n", "price goes from 2 to 1"),
         ("device: 4090\ndisk: {size: 1TB, read: 0, write: 1e9}\n", "no rate"),
+        (
+            "device: {memory: 10GiB, bandwidth: 1e11, f32: 1e12, half: 2e12, multiprocessors: 10, host_link: 1e10, \
+              host_memory: 8GiB, network: 1e8, reached: {products: 9, bandwidth: 1}}\n",
+            "reached is 9",
+        ),
         ("device: [\n", "line"),
         ("", "mine.yaml"),
     ] {
@@ -199,5 +204,39 @@ fn a_message_of_24_gib_comes_from_a_desktop_card() {
     {
         let found = Catalogue::known().like(mib << 20).unwrap().device;
         assert_eq!((found.name.as_str(), found.memory), (name, ByteSize(mib << 20)));
+    }
+}
+
+/// Cards as their drivers call them, in MiB as drivers count them.
+#[test]
+fn a_driver_calls_devices_by_other_names() {
+    for (name, mib, multiprocessors, expected) in [
+        ("NVIDIA H200", 143_156, 132, Some("h200")),
+        ("NVIDIA H100 80GB HBM3", 81_079, 132, Some("h100")),
+        ("NVIDIA H100 PCIe", 81_079, 114, Some("h100-pcie")),
+        ("NVIDIA A100-SXM4-40GB", 40_326, 108, Some("a100-40")),
+        ("NVIDIA A100-SXM4-80GB", 81_043, 108, Some("a100-80")),
+        ("NVIDIA A100 80GB PCIe", 81_043, 108, Some("a100-80")),
+        ("NVIDIA A10G", 22_503, 80, Some("a10g")),
+        ("NVIDIA A10", 22_500, 72, Some("a10")),
+        ("NVIDIA L40S", 45_372, 142, Some("l40s")),
+        ("NVIDIA L40", 45_372, 142, None),
+        ("NVIDIA L4", 22_478, 58, Some("l4")),
+        ("Tesla T4", 14_930, 40, Some("t4")),
+        ("Tesla V100-SXM2-32GB", 32_500, 80, Some("v100")),
+        ("NVIDIA RTX A4000", 16_108, 48, None),
+        ("NVIDIA RTX A6000", 48_551, 84, Some("a6000")),
+        ("NVIDIA RTX 6000 Ada Generation", 48_499, 142, Some("rtx-6000-ada")),
+        ("NVIDIA GeForce RTX 3060", 12_037, 28, Some("rtx-3060")),
+        ("NVIDIA GeForce RTX 3090", 24_154, 82, Some("rtx-3090")),
+        ("NVIDIA GeForce RTX 3090 Ti", 24_154, 84, Some("rtx-3090-ti")),
+        ("NVIDIA GeForce RTX 4070 SUPER", 11_994, 56, None),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16_075, 66, Some("rtx-4070-ti-super")),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16_075, 76, Some("laptop-4090")),
+        ("NVIDIA GeForce RTX 4090", 24_111, 128, Some("rtx-4090")),
+        ("", 24_111, 128, None),
+    ] {
+        let found = Catalogue::known().of_driver(name, mib << 20, multiprocessors);
+        assert_eq!(found.map(|device| device.name.as_str()), expected, "{name}");
     }
 }

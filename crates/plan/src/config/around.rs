@@ -110,7 +110,11 @@ const ALL: &[Shaping<'static>] = &[
         These(&["flash", "standard"]),
         ByRule("flash attention computes the same without writing the scores out"),
     ),
-    shaping("training.loss_chunk_tokens", Halves, ByRule("so many tokens have logits of about 32 MiB")),
+    shaping(
+        "training.loss_chunk_tokens",
+        Halves,
+        ByRule("so many tokens have logits of about 32 MiB, on a card of up to 1 GiB where there is room"),
+    ),
     shaping("training.mlp_chunk_tokens", Halves, Never),
     shaping("training.sequence_chunk_tokens", Halves, Never),
     shaping("training.micro_batches_per_pass", Halves, Fastest),

@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::{ExportError, ExportFormat};
 use crate::config::{MixedPrecision, RawConfig, TrainingConfig, TrainingLength};
+use crate::resolve::loss_chunk_tokens;
 use crate::run_needs::steps_in;
 use crate::training_plan::TrainingPlan;
 
@@ -213,10 +214,16 @@ impl<'a> Sheet<'a> {
         true
     }
 
-    /// Logits of how many tokens exist at once, where that is not all of a micro-batch.
+    /// Logits of how many tokens exist at once, where that is not all of a micro-batch. Other programs hold them several times over, so
+    /// that they get no more than about 32 MiB of them where nobody says how many.
     fn chunk_of_loss(&self) -> Option<u64> {
-        let StepSettings { batch_size, sequence_length, loss_chunk_tokens, .. } = *self.settings();
-        (loss_chunk_tokens < batch_size.saturating_mul(sequence_length)).then_some(loss_chunk_tokens)
+        let StepSettings { batch_size, sequence_length, loss_chunk_tokens: own, .. } = *self.settings();
+        let all = batch_size.saturating_mul(sequence_length);
+        let chunk = match self.plan.asked.training.loss_chunk_tokens().set() {
+            Some(_) => own,
+            None => own.min(loss_chunk_tokens(self.plan.spec.vocab_size, all)),
+        };
+        (chunk < all).then_some(chunk)
     }
 
     /// The same, said in the document.
@@ -233,7 +240,7 @@ impl<'a> Sheet<'a> {
             self.note(
                 "training.loss_chunk_tokens",
                 &format!(
-                    "Plimsoll has logits of {tokens} tokens at once; all of a micro-batch are {} in f32. {remedy}",
+                    "Plimsoll can do with logits of {tokens} tokens at once; all of a micro-batch are {} in f32. {remedy}",
                     ByteSize(all.saturating_mul(4))
                 ),
             );

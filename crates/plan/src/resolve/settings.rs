@@ -158,7 +158,12 @@ pub(crate) fn settled(config: &RawConfig, spec: &ModelSpec, method: &TrainingMet
 
 /// Tokens of a chunk whose logits take about 32 MiB: a power of two, so that products stay on whole tiles.
 pub fn loss_chunk_tokens(vocab_size: u64, tokens: u64) -> u64 {
-    let most = (LOGITS_BYTES / (4 * vocab_size.max(1))).max(16);
+    chunk_within(LOGITS_BYTES, vocab_size, tokens)
+}
+
+/// The same for so many bytes.
+pub(crate) fn chunk_within(bytes: u64, vocab_size: u64, tokens: u64) -> u64 {
+    let most = (bytes / (4 * vocab_size.max(1))).max(16);
     let power = 1 << (63 - most.leading_zeros());
     tokens.min(power).max(1)
 }

@@ -116,7 +116,7 @@ fn table(lines: &[Line]) -> String {
     rows.extend(lines.iter().map(Line::row));
     format!(
         "{}\nhours and dollars are those of {} tokens. Each machine has the plan that is best for it: batch, checkpointing and offload\n\
-         may differ (--json has them). Speeds are the plan's claim: steps of GPUs were never timed.\n",
+         may differ (--json has them). Speeds are the plan's claim: steps were timed on an H200 alone.\n",
         table::render(&rows),
         count(tokens)
     )

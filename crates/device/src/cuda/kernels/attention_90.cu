@@ -58,7 +58,24 @@ __device__ inline bool see_all(const Shape& s, const RowsOfQueries& rows, const 
 }
 
 __device__ inline bool sees_one(const Shape& s, const RowsOfQueries& rows, const Block& own, u32 half, u64 key) {
-    return key >= own.low && key < own.end && sees(s, rows.position[half], key, rows.document[half]);
+    u64 position = half ? rows.position[1] : rows.position[0], document = half ? rows.document[1] : rows.document[0];
+    return key >= own.low && key < own.end && sees(s, position, key, document);
+}
+
+// Which of 32 of a thread's scores are seen: bit 4 j + n is of number n of columns `first + j`.
+template <class Sees> __device__ inline u32 seen_of(u32 first, const Sees& sees) {
+    u32 seen = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < 32; i++) seen |= (u32)sees(first + i / 4, i % 4) << i;
+    return seen;
+}
+
+// What products are to be multiplied by: where they are capped, they become what the cap is multiplied by first.
+template <u32 COUNT> __device__ inline float cap_scores(float* scores, const Shape& s) {
+    if (!(s.soft_cap > 0.0f)) return s.scale;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++) scores[i] = tanhf(scores[i] * s.scale / s.soft_cap);
+    return s.soft_cap;
 }
 
 // The first key of the first tile, and how many tiles there are.
@@ -141,26 +158,24 @@ __device__ inline void attention_of_tiles_90(u8* tiles, const TensorMap* of_q, c
         products_group();
         products_wait<0, KEYS_90 / 2>(scores[0]);
         if (lane == 0) barrier_arrive(keys_empty + place);
-        bool whole = see_all(s, rows, own, first, first + KEYS_90);
-        float higher[2] = {most[0], most[1]};
-        if (whole && !(s.soft_cap > 0.0f)) {
+        float factor = cap_scores<KEYS_90 / 2>(scores[0], s), higher[2] = {most[0], most[1]};
+#pragma unroll
+        for (u32 j = 0; j < KEYS_90 / 8; j++)
+#pragma unroll
+            for (u32 n = 0; n < 4; n++) scores[j][n] *= factor;
+        if (!see_all(s, rows, own, first, first + KEYS_90)) {
+            auto sees_number = [&](u32 j, u32 n) { return sees_one(s, rows, own, n / 2, first + j * 8 + column + n % 2); };
+            u32 seen[2] = {seen_of(0, sees_number), seen_of(8, sees_number)};
 #pragma unroll
             for (u32 j = 0; j < KEYS_90 / 8; j++)
 #pragma unroll
-                for (u32 n = 0; n < 4; n++) {
-                    scores[j][n] *= s.scale;
-                    higher[n / 2] = scores[j][n] > higher[n / 2] ? scores[j][n] : higher[n / 2];
-                }
-        } else {
-#pragma unroll
-            for (u32 j = 0; j < KEYS_90 / 8; j++)
-#pragma unroll
-                for (u32 n = 0; n < 4; n++) {
-                    bool seen = whole || sees_one(s, rows, own, n / 2, first + j * 8 + column + n % 2);
-                    scores[j][n] = seen ? score_of(s, scores[j][n]) : -INFINITE;
-                    higher[n / 2] = scores[j][n] > higher[n / 2] ? scores[j][n] : higher[n / 2];
-                }
+                for (u32 n = 0; n < 4; n++)
+                    if (!(seen[j / 8] >> (j % 8 * 4 + n) & 1)) scores[j][n] = -INFINITE;
         }
+#pragma unroll
+        for (u32 j = 0; j < KEYS_90 / 8; j++)
+#pragma unroll
+            for (u32 n = 0; n < 4; n++) higher[n / 2] = scores[j][n] > higher[n / 2] ? scores[j][n] : higher[n / 2];
         float less[2], sum[2] = {0.0f, 0.0f}, base[2];
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
@@ -211,16 +226,34 @@ __device__ inline void attention_of_tiles_90(u8* tiles, const TensorMap* of_q, c
     }
 }
 
-// A probability, and the gradient of its score before it was capped and scaled. `lse` is in powers of two.
-__device__ inline Pair pair_of_90(const Shape& s, float product, float of_values, float lse, float delta, bool seen) {
-    float x = product * s.scale, slope = s.scale;
-    if (s.soft_cap > 0.0f) {
-        float capped = tanhf(x / s.soft_cap);
-        x = s.soft_cap * capped;
-        slope *= 1.0f - capped * capped;
-    }
-    float probability = seen ? exp2_of(x * LOG2_E - lse) : 0.0f;
-    return {probability, probability * (of_values - delta) * slope};
+// scores = probabilities, products = the gradients of scores before these were capped and scaled, but for the probability. `softmax(j, half,
+// n)` is the softmax of a number in powers of two, `delta(j, half, n)` the same of what outputs add up to, which is scaled.
+template <class Softmax, class Delta>
+__device__ inline void gradients_of_scores(float (*scores)[4], float (*products)[4], const Shape& s, const Softmax& softmax,
+                                           const Delta& delta) {
+    float factor = cap_scores<NARROW_90 / 2>(scores[0], s) * LOG2_E;
+    if (s.soft_cap > 0.0f)
+#pragma unroll
+        for (u32 i = 0; i < NARROW_90 / 2; i++) {
+            float capped = scores[i / 4][i % 4], of_output = delta(i / 4, i % 4 / 2, i % 2) / s.scale;
+            products[i / 4][i % 4] = (products[i / 4][i % 4] - of_output) * (1.0f - capped * capped) + of_output;
+        }
+#pragma unroll
+    for (u32 j = 0; j < NARROW_90 / 8; j++)
+#pragma unroll
+        for (u32 n = 0; n < 4; n++) {
+            scores[j][n] = exp2_of(scores[j][n] * factor - softmax(j, n / 2, n % 2));
+            products[j][n] = products[j][n] * s.scale - delta(j, n / 2, n % 2);
+        }
+}
+
+// Probabilities of what is not seen are zeros.
+__device__ inline void hide_scores(float (*scores)[4], u32 seen) {
+#pragma unroll
+    for (u32 j = 0; j < NARROW_90 / 8; j++)
+#pragma unroll
+        for (u32 n = 0; n < 4; n++)
+            if (!(seen >> (j * 4 + n) & 1)) scores[j][n] = 0.0f;
 }
 
 // dq (+)= the gradients of 128 queries.
@@ -269,7 +302,7 @@ __device__ inline void gradients_of_queries_90(u8* tiles, const TensorMap* of_q,
     for (u32 half = 0; half < 2; half++) {
         u64 line = ((u64)own.batch * s.heads + own.head) * s.q_len + own.first + row + half * 8;
         of_softmax[half] = rows.there[half] ? lse[line] * LOG2_E : 0.0f;
-        deltas[half] = rows.there[half] ? delta[line] : 0.0f;
+        deltas[half] = rows.there[half] ? delta[line] * s.scale : 0.0f;
     }
     clear<HEAD / 8>(values);
     u64 queries = tile_descriptor(tiles + group * 64 * 128, 16), outputs = tile_descriptor(of_outputs + group * 64 * 128, 16);
@@ -289,20 +322,17 @@ __device__ inline void gradients_of_queries_90(u8* tiles, const TensorMap* of_q,
         products_group();
         products_wait<0, NARROW_90 / 2>(scores[0]);
         products_wait<0, NARROW_90 / 2>(products[0]);
-        bool whole = see_all(s, rows, own, first, first + NARROW_90);
+        gradients_of_scores(
+            scores, products, s, [&](u32, u32 half, u32) { return of_softmax[half]; }, [&](u32, u32 half, u32) { return deltas[half]; });
+        if (!see_all(s, rows, own, first, first + NARROW_90))
+            hide_scores(scores, seen_of(0, [&](u32 j, u32 n) { return sees_one(s, rows, own, n / 2, first + j * 8 + column + n % 2); }));
         u32 gradients[NARROW_90 / 4];
 #pragma unroll
         for (u32 j = 0; j < NARROW_90 / 8; j++)
 #pragma unroll
-            for (u32 half = 0; half < 2; half++) {
-                float pair[2];
-#pragma unroll
-                for (u32 n = 0; n < 2; n++) {
-                    bool seen = whole || sees_one(s, rows, own, half, first + j * 8 + column + n);
-                    pair[n] = pair_of_90(s, scores[j][half * 2 + n], products[j][half * 2 + n], of_softmax[half], deltas[half], seen).gradient;
-                }
-                gradients[j * 2 + half] = narrow_pair(pair[0], pair[1]);
-            }
+            for (u32 half = 0; half < 2; half++)
+                gradients[j * 2 + half] = narrow_pair(scores[j][half * 2] * products[j][half * 2],
+                                                      scores[j][half * 2 + 1] * products[j][half * 2 + 1]);
         products_begin();
         multiply_lines_90<HEAD, NARROW_90>(values[0], gradients, tile_descriptor(tile, NARROW_90 * 128));
         products_group();
@@ -377,15 +407,22 @@ __device__ inline void gradients_of_keys_90(u8* tiles, const TensorMap* of_q, co
     u64 keys = tile_descriptor(tiles + group * 64 * 128, 16), own_values = tile_descriptor(of_values + group * 64 * 128, 16);
     // What all of a warp's keys have in common.
     u64 highest = first + group * 64 + warp % 4 * 16 + 15;
+    // A number of a tile's queries, read while the tile before it is multiplied.
+    auto number_of = [&](u32 head, u32 query) {
+        u32 i = query + thread % NARROW_90;
+        u64 line = ((u64)batch * s.heads + head) * s.q_len + i;
+        if (i >= length || head >= s.heads) return 0.0f;
+        return thread < NARROW_90 ? lse[line] * LOG2_E : delta[line] * s.scale;
+    };
+    float ahead = number_of(kv_head * heads, first_query);
     barrier_wait(keys_full, 0);
     for (u32 head = kv_head * heads; head < (kv_head + 1) * heads; head++)
         for (u32 query = first_query; query < end_query; query += NARROW_90) {
             float* own = numbers + (group * 2 + turn % 2) * 2 * NARROW_90;
-            u32 i = query + thread % NARROW_90;
-            u64 line = ((u64)batch * s.heads + head) * s.q_len + i;
-            if (thread < NARROW_90) own[thread] = i < length ? lse[line] * LOG2_E : 0.0f;
-            else own[thread] = i < length ? delta[line] : 0.0f;
+            own[thread] = ahead;
             barrier_arrive(numbers_full + group);
+            bool last_one = query + NARROW_90 >= end_query;
+            ahead = number_of(last_one ? head + 1 : head, last_one ? first_query : query + NARROW_90);
             const u8* tile = of_queries + place * 2 * query_bytes;
             float scores[NARROW_90 / 8][4], products[NARROW_90 / 8][4];
             clear<NARROW_90 / 8>(scores);
@@ -402,22 +439,24 @@ __device__ inline void gradients_of_keys_90(u8* tiles, const TensorMap* of_q, co
             products_wait<0, NARROW_90 / 2>(products[0]);
             bool whole = s.block == 0 && !documents && s.window >= s.kv_len && query + NARROW_90 <= length && highest < end &&
                          highest <= before + query;
+            const float* of_column = own + column;
+            gradients_of_scores(
+                scores, products, s, [&](u32 j, u32, u32 n) { return of_column[j * 8 + n]; },
+                [&](u32 j, u32, u32 n) { return of_column[NARROW_90 + j * 8 + n]; });
+            if (!whole)
+                hide_scores(scores, seen_of(0, [&](u32 j, u32 n) {
+                                u32 i = query + j * 8 + column + n % 2;
+                                u64 key = first + row + n / 2 * 8;
+                                return i < length && key < end && sees(s, before + i, key, documents ? documents[batch * s.q_len + i] : 0);
+                            }));
             u32 probabilities[NARROW_90 / 4], gradients[NARROW_90 / 4];
 #pragma unroll
             for (u32 j = 0; j < NARROW_90 / 8; j++)
 #pragma unroll
                 for (u32 half = 0; half < 2; half++) {
-                    Pair pair[2];
-#pragma unroll
-                    for (u32 n = 0; n < 2; n++) {
-                        u32 at = j * 8 + column + n, i = query + at;
-                        u64 key = first + row + half * 8;
-                        bool seen = whole || (i < length && key < end &&
-                                              sees(s, before + i, key, documents ? documents[batch * s.q_len + i] : 0));
-                        pair[n] = pair_of_90(s, scores[j][half * 2 + n], products[j][half * 2 + n], own[at], own[NARROW_90 + at], seen);
-                    }
-                    probabilities[j * 2 + half] = narrow_pair(pair[0].probability, pair[1].probability);
-                    gradients[j * 2 + half] = narrow_pair(pair[0].gradient, pair[1].gradient);
+                    float x = scores[j][half * 2], y = scores[j][half * 2 + 1];
+                    probabilities[j * 2 + half] = narrow_pair(x, y);
+                    gradients[j * 2 + half] = narrow_pair(x * products[j][half * 2], y * products[j][half * 2 + 1]);
                 }
             products_begin();
             multiply_lines_90<HEAD, NARROW_90>(of_value[0], probabilities, tile_descriptor(tile + query_bytes, NARROW_90 * 128));

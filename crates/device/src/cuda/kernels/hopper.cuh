@@ -58,9 +58,6 @@ __device__ inline void lines_begin(void* to, const TensorMap* map, u32 x, u32 he
                  : "memory");
 }
 
-// What this thread has written to shared memory is there for products.
-__device__ inline void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 template <u32 COUNT> __device__ inline void registers_less() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <u32 COUNT> __device__ inline void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 __device__ inline void warp_barrier() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }

@@ -151,6 +151,16 @@ PRODUCT_80(product_f16, true, true, true, false)
 PRODUCT_80(product_f16_input, true, true, false, false)
 PRODUCT_80(product_f16_weight, true, false, false, false)
 
+// Parts of a weight that a warp of `product_bf16_few` reads at once.
+#define IN_FLIGHT 4
+
+// Sixteen numbers of bf16 as they are stored, or zeros.
+__device__ inline void words_of_bf16(View x, u64 index, bool there, Words* out) {
+    const Words* from = (const Words*)(x.at + 2 * index);
+    out[0] = there ? from[0] : Words{0, 0, 0, 0};
+    out[1] = there ? from[1] : Words{0, 0, 0, 0};
+}
+
 // c (+)= x weight^T of up to 16 rows: a block has eight columns, each warp every eighth run of 64 of the inner length, in order;
 // then the warps' sums are added in theirs. Fragments come straight from memory: a thread's sixteen numbers are the same places of
 // the inner length for both operands, which is all that a product asks.
@@ -161,7 +171,32 @@ KERNEL(product_bf16_few, const float* flag, View x, View weight, View c, View bi
     u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4;
     u64 first = (u64)blockIdx.x * 8, column = first + group;
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (u64 start = warp * 4 * UNIT; start < inner; start += (THREADS / WARP) * 4 * UNIT) {
+    const u64 step = (THREADS / WARP) * 4 * UNIT;
+    bool as_they_are = x.type == BF16 && weight.type == BF16 && inner % UNIT == 0 && x.at % 16 == 0 && weight.at % 16 == 0;
+    if (as_they_are) {
+        // Several parts of the weight are on their way at once.
+        for (u64 start = warp * 4 * UNIT; start < inner; start += IN_FLIGHT * step) {
+            Words of_weight[IN_FLIGHT][2], of_x[IN_FLIGHT][2][2];
+#pragma unroll
+            for (u32 part = 0; part < IN_FLIGHT; part++) {
+                u64 k = start + part * step + lane % 4 * UNIT;
+                words_of_bf16(weight, column * inner + k, column < columns && k < inner, of_weight[part]);
+                words_of_bf16(x, group * inner + k, group < rows && k < inner, of_x[part][0]);
+                words_of_bf16(x, (group + 8) * inner + k, group + 8 < rows && k < inner, of_x[part][1]);
+            }
+#pragma unroll
+            for (u32 part = 0; part < IN_FLIGHT; part++)
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    Words b = of_weight[part][i], low = of_x[part][0][i], high = of_x[part][1][i];
+                    u32 first_a[4] = {low.x, high.x, low.y, high.y}, first_b[2] = {b.x, b.y};
+                    multiply_add<false>(sums, first_a, first_b);
+                    u32 second_a[4] = {low.z, high.z, low.w, high.w}, second_b[2] = {b.z, b.w};
+                    multiply_add<false>(sums, second_a, second_b);
+                }
+        }
+    }
+    for (u64 start = as_they_are ? inner : warp * 4 * UNIT; start < inner; start += step) {
         u64 k = start + lane % 4 * UNIT;
         u32 count = unit_count(k, inner);
         float values[UNIT];

@@ -24,25 +24,33 @@ struct Tiles {
     }
 };
 
+// Where sums are: number (row, column) of a part is number at + row * pitch + column of the values.
+struct Sums90 {
+    View values;
+    u64 pitch, at;
+
+    __device__ u64 index(u64 row, u64 column) const { return at + row * pitch + column; }
+};
+
 // What a thread's sums begin with. Number 4 j + n is of row n / 2 * 8 and column 8 j + n % 2 from its first.
 template <u32 COLUMNS>
-__device__ inline void begin_sums(float* sums, View c, View bias, u64 row, u64 column, u64 rows, u64 columns, u32 accumulate) {
+__device__ inline void begin_sums(float* sums, const Sums90& from, View bias, u64 row, u64 column, u64 rows, u64 columns) {
 #pragma unroll
     for (u32 i = 0; i < COLUMNS / 2; i++) sums[i] = 0.0f;
-    if (accumulate && c.type == F32 && columns % 2 == 0) {
+    if (from.values.at && from.values.type == F32 && columns % 2 == 0) {
 #pragma unroll
         for (u32 i = 0; i < COLUMNS / 2; i += 2) {
             u64 at = row + i / 2 % 2 * 8, own = column + i / 4 * 8;
             if (at >= rows || own >= columns) continue;
-            const float* from = (const float*)c.at + at * columns + own;
-            sums[i] = from[0];
-            sums[i + 1] = from[1];
+            const float* values = (const float*)from.values.at + from.index(at, own);
+            sums[i] = values[0];
+            sums[i + 1] = values[1];
         }
-    } else if (accumulate) {
+    } else if (from.values.at) {
 #pragma unroll
         for (u32 i = 0; i < COLUMNS / 2; i++) {
             u64 at = row + i / 2 % 2 * 8, own = column + i / 4 * 8 + i % 2;
-            if (at < rows && own < columns) sums[i] = load_float(c, at * columns + own);
+            if (at < rows && own < columns) sums[i] = load_float(from.values, from.index(at, own));
         }
     }
     if (!bias.at) return;
@@ -55,10 +63,11 @@ __device__ inline void begin_sums(float* sums, View c, View bias, u64 row, u64 c
 
 // Writes a warp's 16 rows: 32 columns at a time by way of shared memory, so that lines are written in a piece.
 template <u32 COLUMNS>
-__device__ inline void end_sums(const float* sums, float* part, View c, u64 top, u64 left, u64 rows, u64 columns,
+__device__ inline void end_sums(const float* sums, float* part, const Sums90& to, u64 top, u64 left, u64 rows, u64 columns,
                                 const Rounding& rounding) {
     u32 lane = threadIdx.x % WARP;
-    bool whole = columns % 8 == 0 && c.at % 16 == 0;
+    View c = to.values;
+    bool whole = columns % 8 == 0 && to.pitch % 8 == 0 && to.at % 8 == 0 && c.at % 16 == 0;
 #pragma unroll
     for (u32 first = 0; first < COLUMNS; first += PART_COLUMNS) {
 #pragma unroll
@@ -75,7 +84,7 @@ __device__ inline void end_sums(const float* sums, float* part, View c, u64 top,
             for (u32 n = 0; n < 4; n++) {
                 u64 row = top + lane / 8 + 4 * n, column = left + first + lane % 8 * 4;
                 Words words = *(const Words*)(part + (lane / 8 + 4 * n) * PART_PITCH + lane % 8 * 4);
-                if (row < rows && column < columns) *(Words*)(c.at + 4 * (row * columns + column)) = words;
+                if (row < rows && column < columns) *(Words*)(c.at + 4 * to.index(row, column)) = words;
             }
         } else if (whole && c.type == BF16 && !rounding.stochastic) {
 #pragma unroll
@@ -84,64 +93,54 @@ __device__ inline void end_sums(const float* sums, float* part, View c, u64 top,
                 const float* x = part + (lane / 4 + 8 * n) * PART_PITCH + lane % 4 * 8;
                 Words words = {pair_of_16_bits<false>(x[0], x[1]), pair_of_16_bits<false>(x[2], x[3]),
                                pair_of_16_bits<false>(x[4], x[5]), pair_of_16_bits<false>(x[6], x[7])};
-                if (row < rows && column < columns) *(Words*)(c.at + 2 * (row * columns + column)) = words;
+                if (row < rows && column < columns) *(Words*)(c.at + 2 * to.index(row, column)) = words;
             }
         } else {
 #pragma unroll 1
             for (u32 n = 0; n < 16; n++) {
                 u64 row = top + n, column = left + first + lane;
-                if (row < rows && column < columns) store(c, row * columns + column, part[n * PART_PITCH + lane], rounding);
+                if (row < rows && column < columns) store(c, to.index(row, column), part[n * PART_PITCH + lane], rounding);
             }
         }
         warp_barrier();
     }
 }
 
-// Puts sixteen numbers into a tile, as copies place them there: a box for each 64 numbers of its lines.
-struct ToTile {
-    u8* box;
-    u32 line, run;
+// Puts sixteen numbers into a line of bf16.
+struct ToBf16 {
+    u16* to;
 
-    __device__ void one(u32 i, float value) const { *(u16*)(at(i / 8) + i % 8 * 2) = to_bf16(value); }
+    __device__ void one(u32 i, float value) const { to[i] = to_bf16(value); }
     __device__ void all(const float* x) const {
 #pragma unroll
         for (u32 part = 0; part < 2; part++) {
             const float* y = x + 8 * part;
-            *(Words*)at(part) = {narrow_pair(y[0], y[1]), narrow_pair(y[2], y[3]), narrow_pair(y[4], y[5]), narrow_pair(y[6], y[7])};
+            ((Words*)to)[part] = {narrow_pair(y[0], y[1]), narrow_pair(y[2], y[3]), narrow_pair(y[4], y[5]), narrow_pair(y[6], y[7])};
         }
     }
-    __device__ u8* at(u32 part) const { return box + line * 128 + ((run + part) ^ (line & 7)) * 16; }
 };
 
-// The second operand where it is no matrix of bf16 that copies can be made of: its lines are `stride` numbers apart.
-struct Codes90 {
-    View values;
-    u64 stride;
-};
-
-// A thread's part of a tile of it.
-template <u32 COLUMNS, bool ALONG>
-__device__ inline void decode_tile(u8* tile, const Codes90& b, u64 k, u64 left, u64 inner, u64 columns) {
-    const u32 units = ALONG ? STEP_90 / UNIT : COLUMNS / UNIT;
-#pragma unroll 1
-    for (u32 unit = threadIdx.x; unit < COLUMNS * STEP_90 / UNIT; unit += 128) {
-        u32 line = unit / units, place = unit % units * UNIT;
-        u64 at = ALONG ? left + line : k + line, from = (ALONG ? k : left) + place;
-        u32 count = at < (ALONG ? columns : inner) ? unit_count(from, ALONG ? inner : columns) : 0;
-        ToTile put = {tile + place / 64 * BOX_90, line, place % 64 / 8};
-        load_unit<true>(b.values, at * b.stride + from, count, put);
+// to [lines, pitch] = part of a matrix of any storage, rounded to bf16: so many lines and columns from the first ones on, and zeros
+// behind them. The matrix has lines of `width` numbers, the pitch is a multiple of 16.
+KERNEL(round_part, const float* flag, View x, u64 width, u64 first_line, u64 lines, u64 first_column, u64 columns, u64 to, u64 pitch) {
+    if (skipped(flag)) return;
+    u64 across = pitch / UNIT, all = lines * across;
+    EACH(unit, all) {
+        u64 line = unit / across, place = unit % across * UNIT;
+        ToBf16 put = {(u16*)to + line * pitch + place};
+        load_unit<true>(x, (first_line + line) * width + first_column + place, unit_count(place, columns), put);
     }
 }
 
-template <u32 COLUMNS, u32 PLACES, bool A_ALONG, bool B_ALONG, bool CODES>
-__device__ inline void product_of_tiles_90(u8* tiles, const TensorMap* of_a, const TensorMap* of_b, const Codes90& codes, View c,
-                                           View bias, u64 rows, u64 inner, u64 columns, u32 accumulate, const Rounding& rounding) {
+template <u32 COLUMNS, u32 PLACES, bool A_ALONG, bool B_ALONG>
+__device__ inline void product_of_tiles_90(u8* tiles, const TensorMap* of_a, const TensorMap* of_b, const Sums90& from,
+                                           const Sums90& to, View bias, u64 rows, u64 inner, u64 columns, const Rounding& rounding) {
     const u32 a_bytes = ROWS_90 * STEP_90 * 2, b_bytes = COLUMNS * STEP_90 * 2, stage_bytes = a_bytes + b_bytes;
     float* parts = (float*)(tiles + PLACES * stage_bytes);
     u64 *full = (u64*)(parts + 8 * 16 * PART_PITCH), *empty = full + PLACES;
     if (threadIdx.x == 0) {
         for (u32 stage = 0; stage < PLACES; stage++) {
-            barrier_begin(full + stage, CODES ? 5 : 1);
+            barrier_begin(full + stage, 1);
             barrier_begin(empty + stage, 8);
         }
         barriers_begun();
@@ -151,27 +150,15 @@ __device__ inline void product_of_tiles_90(u8* tiles, const TensorMap* of_a, con
     u64 count = all.across * all.down, steps = (inner + STEP_90 - 1) / STEP_90, top, left;
     u32 stage = 0, phase = 0, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (warp < 4) {
-        // Decoding takes many, and narrow tiles leave enough.
-        if (CODES) registers_less<128>();
-        else registers_less<40>();
-        if (!CODES && threadIdx.x > 0) return;
+        registers_less<40>();
+        if (threadIdx.x > 0) return;
         for (u64 number = blockIdx.x; number < count; number += gridDim.x) {
             all.place(number, COLUMNS, &top, &left);
             for (u64 step = 0; step < steps; step++) {
                 u8 *tile_a = tiles + stage * stage_bytes, *tile_b = tile_a + a_bytes;
                 u32 k = (u32)(step * STEP_90);
                 barrier_wait(empty + stage, phase ^ 1);
-                if (threadIdx.x == 0) barrier_expect(full + stage, CODES ? a_bytes : stage_bytes);
-                if (CODES) {
-                    if (threadIdx.x == 0) tile_begin(tile_a, of_a, k, (u32)top, full + stage);
-                    decode_tile<COLUMNS, B_ALONG>(tile_b, codes, k, left, inner, columns);
-                    written_for_products();
-                    warp_barrier();
-                    if (lane == 0) barrier_arrive(full + stage);
-                    stage = stage + 1 == PLACES ? 0 : stage + 1;
-                    phase ^= stage == 0;
-                    continue;
-                }
+                barrier_expect(full + stage, stage_bytes);
                 if (A_ALONG) tile_begin(tile_a, of_a, k, (u32)top, full + stage);
                 else
                     for (u32 box = 0; box < ROWS_90 / 64; box++)
@@ -186,14 +173,14 @@ __device__ inline void product_of_tiles_90(u8* tiles, const TensorMap* of_a, con
         }
         return;
     }
-    registers_more<CODES ? 184 : 232>();
+    registers_more<232>();
     u32 group = warp / 4 - 1;
     float* part = parts + (warp - 4) * 16 * PART_PITCH;
     for (u64 number = blockIdx.x; number < count; number += gridDim.x) {
         all.place(number, COLUMNS, &top, &left);
         top += group * 64 + warp % 4 * 16;
         float sums[COLUMNS / 2];
-        begin_sums<COLUMNS>(sums, c, bias, top + lane / 4, left + lane % 4 * 2, rows, columns, accumulate);
+        begin_sums<COLUMNS>(sums, from, bias, top + lane / 4, left + lane % 4 * 2, rows, columns);
         auto multiply = [&]() {
             const u8 *tile_a = tiles + stage * stage_bytes, *tile_b = tile_a + a_bytes;
             barrier_wait(full + stage, phase);
@@ -218,27 +205,17 @@ __device__ inline void product_of_tiles_90(u8* tiles, const TensorMap* of_a, con
         }
         products_wait<0, COLUMNS / 2>(sums);
         if (lane == 0) barrier_arrive(empty + before);
-        end_sums<COLUMNS>(sums, part, c, top, left, rows, columns, rounding);
+        end_sums<COLUMNS>(sums, part, to, top, left, rows, columns, rounding);
     }
 }
 
+// What sums begin with and where they go are of the same part.
 #define PRODUCT_90(name, width, places, a_along, b_along)                                                                    \
-    KERNEL_90(name, const float* flag, MAP_PARAMETER a, MAP_PARAMETER b, View c, View bias, u64 rows, u64 inner, u64 columns, \
-              u32 accumulate, Rounding rounding) {                                                                           \
+    KERNEL_90(name, const float* flag, MAP_PARAMETER a, MAP_PARAMETER b, Sums90 from, Sums90 to, View bias, u64 rows,         \
+              u64 inner, u64 columns, Rounding rounding) {                                                                   \
         SHARED_TILES(tiles);                                                                                                 \
         if (skipped(flag)) return;                                                                                           \
-        Codes90 none = {};                                                                                                   \
-        product_of_tiles_90<width, places, a_along, b_along, false>(tiles, &a, &b, none, c, bias, rows, inner, columns,      \
-                                                                    accumulate, rounding);                                   \
-    }
-// A second operand of any storage, which is decoded on its way.
-#define PRODUCT_OF_CODES_90(name, b_along)                                                                                   \
-    KERNEL_90(name, const float* flag, MAP_PARAMETER a, Codes90 b, View c, View bias, u64 rows, u64 inner, u64 columns,       \
-              u32 accumulate, Rounding rounding) {                                                                           \
-        SHARED_TILES(tiles);                                                                                                 \
-        if (skipped(flag)) return;                                                                                           \
-        product_of_tiles_90<128, 6, true, b_along, true>(tiles, &a, 0, b, c, bias, rows, inner, columns, accumulate,         \
-                                                         rounding);                                                          \
+        product_of_tiles_90<width, places, a_along, b_along>(tiles, &a, &b, from, to, bias, rows, inner, columns, rounding); \
     }
 
 PRODUCT_90(product_90_wide, 256, 4, true, true)
@@ -247,5 +224,3 @@ PRODUCT_90(product_90_wide_weight, 256, 4, false, false)
 PRODUCT_90(product_90, 128, 6, true, true)
 PRODUCT_90(product_90_input, 128, 6, true, false)
 PRODUCT_90(product_90_weight, 128, 6, false, false)
-PRODUCT_OF_CODES_90(product_90_codes, true)
-PRODUCT_OF_CODES_90(product_90_codes_input, false)

@@ -13,6 +13,7 @@ mod reduction;
 mod routing;
 mod rows;
 mod subspace;
+mod tiles;
 mod update;
 
 pub(super) use parameters::{Boxes, Check, Launch, MAP_BYTES, MOST_SHARED_BYTES, Places};
@@ -150,7 +151,7 @@ pub(super) const KERNELS_80: [&str; 13] = [
 ];
 
 /// The kernels for products of whole tiles.
-pub(super) const KERNELS_90: [&str; 14] = [
+pub(super) const KERNELS_90: [&str; 13] = [
     "attention_90_128",
     "attention_90_64",
     "attention_90_keys_128",
@@ -158,17 +159,19 @@ pub(super) const KERNELS_90: [&str; 14] = [
     "attention_90_queries_128",
     "attention_90_queries_64",
     "product_90",
-    "product_90_codes",
-    "product_90_codes_input",
     "product_90_input",
     "product_90_weight",
     "product_90_wide",
     "product_90_wide_input",
     "product_90_wide_weight",
+    "round_part",
 ];
 
 /// Bytes of workspace that kernels have beside the arena: for partial sums. More is needed for vectors of over a million.
 pub(super) const WORKSPACE_BYTES: u64 = 16 << 20;
+/// The same where operands are rounded to bf16 there, for products of whole tiles: enough columns of a 7B model's weights for all
+/// multiprocessors.
+pub(super) const PART_BYTES: u64 = 64 << 20;
 
 /// Lowers an operation that has been checked: `launch` gets its kernels in their order.
 pub(super) fn lower(

@@ -35,8 +35,9 @@ pub(in crate::cuda) struct Places {
     /// The card's compute capability, in tenths, which chooses among kernels. What an operation needs and what is refused does
     /// not depend on it: a plan is the same for all cards.
     pub capability: u32,
-    /// Whether there are the kernels that multiply whole tiles.
+    /// Whether there are the kernels that multiply whole tiles, and bytes of the workspace that operands are rounded in for them.
     pub whole_tiles: bool,
+    pub part_bytes: u64,
     /// The card's multiprocessors.
     pub multiprocessors: u32,
 }
@@ -54,9 +55,9 @@ pub(in crate::cuda) struct Boxes {
 }
 
 impl Boxes {
-    /// Of a matrix whose lines of `width` numbers follow each other.
-    pub fn of_matrix(address: u64, [width, lines]: [u64; 2], [across, down]: [u32; 2]) -> Boxes {
-        let (sizes, strides, tile) = ([width, lines, 1, 1], [2 * width, 0, 0], [across, down, 1, 1]);
+    /// Of lines of `width` numbers that begin `pitch` numbers apart.
+    pub fn of_part(address: u64, [width, lines]: [u64; 2], pitch: u64, [across, down]: [u32; 2]) -> Boxes {
+        let (sizes, strides, tile) = ([width, lines, 1, 1], [2 * pitch, 0, 0], [across, down, 1, 1]);
         Boxes { address, rank: 2, sizes, strides, tile }
     }
 }
@@ -209,9 +210,20 @@ impl<'e> Emit<'e> {
         self.places.whole_tiles
     }
 
+    /// Bytes of the workspace that operands are rounded in.
+    pub fn part_bytes(&self) -> u64 {
+        self.places.part_bytes
+    }
+
     /// Blocks for so many tiles that blocks take by turns, one at a time on a multiprocessor.
     pub fn tile_blocks(&self, tiles: u64) -> [u32; 2] {
         [tiles.clamp(1, u64::from(self.places.multiprocessors.max(1))) as u32, 1]
+    }
+
+    /// So many blocks of `KERNEL_FOUR`, but no more than a card has at once: what each prepares for itself is prepared once, and what is
+    /// left is taken by turns.
+    pub fn at_once(&self, blocks: u64) -> [u32; 2] {
+        [blocks.clamp(1, 4 * self.multiprocessors()) as u32, 1]
     }
 
     /// The card's multiprocessors; 1 where nobody launches.
@@ -250,6 +262,17 @@ impl<'e> Emit<'e> {
 
     pub fn view(&self, tensor: &Tensor) -> View {
         View { at: self.address(tensor), dtype: type_number(tensor.dtype()), unused: 0 }
+    }
+
+    /// A vector of floats from one of its numbers on.
+    pub fn view_from(&self, tensor: &Tensor, first: u64) -> View {
+        let bytes = tensor.dtype().bytes_for(first).unwrap_or(0);
+        View { at: self.address(tensor).wrapping_add(bytes), ..self.view(tensor) }
+    }
+
+    /// Numbers in f32 from the workspace's byte of that number on.
+    pub fn workspace_f32(&self, offset: u64) -> View {
+        View { at: self.workspace(offset), dtype: type_number(DType::F32), unused: 0 }
     }
 
     /// The workspace's byte of that number.

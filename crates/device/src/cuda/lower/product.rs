@@ -1,6 +1,7 @@
 //! Matrix products, and sums over rows.
 
-use super::parameters::{Boxes, Emit, Rounding, View, plain};
+use super::parameters::{Emit, Rounding, View, plain};
+use super::tiles::{Side, WholeTiles};
 use super::{Launch, Summed, sum_rows};
 use crate::cuda::CudaError;
 use crate::{Compute, DType, Product, Tensor};
@@ -11,15 +12,6 @@ const TILE: u64 = 128;
 const SHARED_BYTES: u64 = 2 * 16 * (TILE + 4) * 4;
 /// The same for tensor cores: `STAGES` times `STEP` numbers of 16 bits for each row and column.
 const SHARED_BYTES_80: u64 = 3 * 2 * 32 * TILE * 2;
-/// Rows of a tile of whole products, the inner length of a step, and columns of a wide and of a narrow one.
-const TILE_ROWS: u64 = 128;
-const TILE_STEP: u64 = 64;
-const WIDE: u64 = 256;
-const NARROW: u64 = 128;
-/// What a narrow tile takes to a wide one, in percent: as an H200 made whole rounds of both.
-const NARROW_PERCENT: u64 = 53;
-/// Tiles of both operands that are on their way, where sums go through, barriers, and what aligns them: the same of wide and narrow ones.
-const SHARED_BYTES_90: u64 = 4 * 48 * 1024 + 8 * 16 * 40 * 4 + 128 + 1024;
 /// Rows of which a product has a kernel of its own, at most: `FEW` of the kernels.
 const FEW: u64 = 16;
 /// Columns that a block of that kernel has, and bytes of what its warps add up.
@@ -29,8 +21,6 @@ const FEW_SHARED_BYTES: u64 = 8 * FEW * FEW_COLUMNS * 4;
 plain! {
     /// A matrix: element (row, column) is number row * row_stride + column * column_stride of a tensor.
     Matrix { values: View, row_stride: u64, column_stride: u64 }
-    /// A weight that is decoded: its lines are so many elements apart.
-    Codes { values: View, stride: u64 }
 }
 
 /// The tensors of a product, the first two as matrices.
@@ -41,45 +31,33 @@ struct Operands<'a> {
     bias: Option<&'a Tensor>,
 }
 
-/// What the kernels of a form for tensor cores are called: in bf16, in f16, and of whole tiles, wide, narrow, and with a second operand
-/// that is decoded, if there is one.
+/// What the kernels of a form for tensor cores are called: in bf16, in f16, and of whole tiles, wide and narrow.
 struct Names {
     bf16: &'static str,
     f16: &'static str,
-    wide: &'static str,
-    narrow: &'static str,
-    codes: Option<&'static str>,
+    whole: [&'static str; 2],
+    /// Whether lines of either operand are along the inner length: each kernel of whole tiles is for one form.
+    along: [bool; 2],
 }
 
 const FORWARD: Names = Names {
     bf16: "product_bf16",
     f16: "product_f16",
-    wide: "product_90_wide",
-    narrow: "product_90",
-    codes: Some("product_90_codes"),
+    whole: ["product_90_wide", "product_90"],
+    along: [true, true],
 };
 const OF_INPUT: Names = Names {
     bf16: "product_bf16_input",
     f16: "product_f16_input",
-    wide: "product_90_wide_input",
-    narrow: "product_90_input",
-    codes: Some("product_90_codes_input"),
+    whole: ["product_90_wide_input", "product_90_input"],
+    along: [true, false],
 };
 const OF_WEIGHT: Names = Names {
     bf16: "product_bf16_weight",
     f16: "product_f16_weight",
-    wide: "product_90_wide_weight",
-    narrow: "product_90_weight",
-    codes: None,
+    whole: ["product_90_wide_weight", "product_90_weight"],
+    along: [false, false],
 };
-
-/// An operand of which whole tiles can be copied: in bf16, lines of multiples of 16 bytes. The first number of `tile` is along its lines.
-fn tiled(emit: &Emit<'_>, t: &Tensor, tile: [u32; 2]) -> Option<Boxes> {
-    let (address, width, lines) = (emit.address(t), t.columns(), t.rows());
-    let fits = t.dtype() == DType::Bf16 && width.is_multiple_of(8) && address.is_multiple_of(16);
-    let counted = width.max(lines) <= u64::from(u32::MAX) && width > 0 && lines > 0;
-    (fits && counted).then(|| Boxes::of_matrix(address, [width, lines], tile))
-}
 
 pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let nearest = crate::Rounding::Nearest;
@@ -122,27 +100,11 @@ pub(super) fn product(op: Product<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
     // What was there is rounded to nearest when nothing is added to it.
     let rounding = if accumulate { rounding } else { nearest };
     if bf16 && emit.has_whole_tiles() && !few_rows(&op, rows) {
-        let tiles = |width: u64| rows.div_ceil(TILE_ROWS).saturating_mul(columns.div_ceil(width));
-        let rounds = |width| tiles(width).div_ceil(emit.multiprocessors());
-        let wide = rounds(WIDE) * 100 <= rounds(NARROW) * NARROW_PERCENT;
-        let (name, width) = if wide { (names.wide, WIDE) } else { (names.narrow, NARROW) };
-        // Lines along the inner length are copied as many as a tile has, others 64 at a time.
-        let step = TILE_STEP as u32;
-        let tile = |along: u64, lines: u64| [step, if along == 1 { lines as u32 } else { step }];
-        let of_a = tiled(emit, x, tile(a.column_stride, TILE_ROWS));
-        let of_b = tiled(emit, weight, tile(b.row_stride, width));
-        let (name, width) = if of_b.is_some() { (Some(name), width) } else { (names.codes, NARROW) };
-        if let (Some(of_a), Some(name)) = (of_a, name) {
-            let kernel =
-                emit.kernel(name, emit.tile_blocks(tiles(width))).shared(SHARED_BYTES_90).with_matrix(of_a);
-            let kernel = match of_b {
-                Some(of_b) => kernel.with_matrix(of_b),
-                None => kernel.with(Codes { values: b.values, stride: weight.columns() }),
-            };
-            let kernel = kernel.with(emit.view(out));
-            let kernel = kernel.with(bias.map_or(View::NONE, |bias| emit.view(bias)));
-            let kernel = [rows, inner, columns].into_iter().fold(kernel, Launch::with);
-            return emit.launch(kernel.with(u32::from(accumulate)).with(Rounding::from(rounding)));
+        let [a, b] =
+            [(x, names.along[0]), (weight, names.along[1])].map(|(tensor, along)| Side { tensor, along });
+        let (sides, names) = ([rows, inner, columns], names.whole);
+        if (WholeTiles { a, b, out, bias, sides, accumulate, rounding, names }).launch(emit)? {
+            return Ok(());
         }
     }
     let tiles = rows.div_ceil(TILE).saturating_mul(columns.div_ceil(TILE));

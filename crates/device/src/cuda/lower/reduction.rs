@@ -6,10 +6,8 @@ use crate::{ExactSum, Reduction, Tensor};
 
 /// Words of an exact sum.
 const WORDS: u64 = (ExactSum::BYTES / 8) as u64;
-/// Elements of which a block of `exact_squares` has the squares at once, blocks that it has at most, and its shared memory: sums of
-/// 32 runs' lanes, and exact sums.
+/// Elements of which a block of `exact_squares` has the squares at once, and its shared memory: sums of 32 runs' lanes, and exact sums.
 const AT_ONCE: u64 = 32 * 256;
-const SQUARES_BLOCKS: u64 = 1024;
 const SQUARES_BYTES: u64 = 32 * (32 + 1) * 8 + 32 * WORDS * 8;
 /// Elements that a block sums up in f64.
 const EACH: u64 = 32 * 1024;
@@ -59,8 +57,10 @@ fn exact_squares(emit: &mut Emit<'_>, x: &Tensor, sum: u64) -> Result<(), CudaEr
     let clear = emit.kernel("clear_words", [1, 1]).with(sum).with(WORDS).with(0u64);
     emit.launch(clear)?;
     let n = x.elements();
-    let blocks = [n.div_ceil(AT_ONCE).clamp(1, SQUARES_BLOCKS) as u32, 1];
-    let kernel = emit.kernel("exact_squares", blocks).shared(SQUARES_BYTES).with(emit.view(x));
+    let kernel = emit
+        .kernel("exact_squares", emit.at_once(n.div_ceil(AT_ONCE)))
+        .shared(SQUARES_BYTES)
+        .with(emit.view(x));
     emit.launch(kernel.with(n).with(sum))
 }
 

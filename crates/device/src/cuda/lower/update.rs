@@ -51,9 +51,6 @@ plain! {
 
 /// The tables of states' codes, in shared memory: `States` of the kernels.
 const STATES_BYTES: u64 = 4 * (512 + 514 + 2) + 2 * (24 * 32 + 4);
-/// Blocks with such tables at most, each warp of which has a block of a state at a time: four for each multiprocessor of a large
-/// card.
-const STATES_BLOCKS: u64 = 528;
 
 pub(super) fn update(op: Update<'_>, emit: &mut Emit<'_>) -> Result<(), CudaError> {
     let n = op.param.elements();
@@ -70,7 +67,8 @@ pub(super) fn update(op: Update<'_>, emit: &mut Emit<'_>) -> Result<(), CudaErro
     };
     let vectors = vector_blocks(n);
     let wide = wide_blocks(n);
-    let blocks = [n.div_ceil(8 * BLOCK_8BIT).clamp(1, STATES_BLOCKS) as u32, 1];
+    // Each warp has a block of a state at a time, and each block of threads such tables.
+    let blocks = emit.at_once(n.div_ceil(8 * BLOCK_8BIT));
     let kernel = match op.rule {
         Rule::AdamW { m, v, hyper } => {
             let kernel = emit.kernel("adamw", wide).with(weights).with(emit.view(m)).with(emit.view(v));
