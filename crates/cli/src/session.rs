@@ -216,7 +216,7 @@ impl Engine {
     }
 
     /// The 16-bit type that this machine has units for, whatever it was measured to do.
-    fn narrow(&self) -> Option<DType> {
+    pub fn narrow(&self) -> Option<DType> {
         (self.isa >= Isa::Amx).then_some(DType::Bf16)
     }
 

@@ -78,6 +78,7 @@ fn this_machine(engine: &Engine, folder: Option<&Path>, disk: Option<DiskRates>)
     let name = hardware.cpu.name.clone().unwrap_or_else(|| hardware.cpu.architecture.to_owned());
     let measured = MeasuredCpu {
         threads: engine.pool.threads(),
+        units_for_bf16: Some(engine.narrow().is_some()),
         overhead: ByteSize(overhead_without_tokenizer(&engine.pool)),
         measured: engine.speeds().machine,
     };

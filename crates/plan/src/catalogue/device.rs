@@ -105,6 +105,9 @@ pub struct Reached {
 pub struct MeasuredCpu {
     /// Threads that have computed.
     pub threads: usize,
+    /// Whether it has units for bf16, whatever they were measured to do; in older files the speeds say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub units_for_bf16: Option<bool>,
     /// What the process takes outside of any arena.
     pub overhead: ByteSize,
     /// How fast it is, and when that was found.
@@ -147,7 +150,10 @@ impl DeviceModel {
     /// How fast it is: shares of what is stated, as measured elsewhere.
     pub fn rates(&self, disk: DiskRates, rank_link: f64, network: Option<Network>) -> Rates {
         if let Some(cpu) = &self.cpu {
-            let narrow = cpu.measured.rates.narrow_of_cpu();
+            let narrow = match cpu.units_for_bf16 {
+                Some(has_units) => has_units.then_some(DType::Bf16),
+                None => cpu.measured.rates.narrow_of_cpu(),
+            };
             let wiring = Wiring { rank_link, network, narrow, ..Wiring::CPU };
             return Rates { disk, wiring, ..cpu.measured.rates };
         }

@@ -140,6 +140,7 @@ fn a_calibrated_cpu_comes_back_from_its_file() {
     let rates =
         Rates { thin_bf16: 3e9, seconds_per_operation: 2e-6, ..Rates::of_cpu([1e11, 2e11], 3e10, 1e9) };
     let cpu = MeasuredCpu {
+        units_for_bf16: None,
         threads: 2,
         overhead: ByteSize(40 << 20),
         measured: Measured { rates, at: 1_700_000_000 },
@@ -159,8 +160,15 @@ fn a_calibrated_cpu_comes_back_from_its_file() {
     // With units for bf16 it is trained in that by default, as GPUs are.
     let cpu =
         MeasuredCpu { measured: Measured { rates: Rates { matmul_bf16: 4e11, ..rates }, at: 0 }, ..cpu };
-    std::fs::write(&file, Target::of_cpu("AMX", ByteSize(16 << 30), cpu, None).to_yaml().unwrap()).unwrap();
-    assert_eq!(known(name).machine(0).rates.wiring.narrow, Some(DType::Bf16));
+    // What the file says of units counts; where it says nothing, the speeds do.
+    for (units_for_bf16, narrow) in
+        [(None, Some(DType::Bf16)), (Some(true), Some(DType::Bf16)), (Some(false), None)]
+    {
+        let cpu = MeasuredCpu { units_for_bf16, ..cpu.clone() };
+        let text = Target::of_cpu("AMX", ByteSize(16 << 30), cpu, None).to_yaml().unwrap();
+        std::fs::write(&file, text).unwrap();
+        assert_eq!(known(name).machine(0).rates.wiring.narrow, narrow);
+    }
     for (good, bad, words) in [
         ("thin_bf16: 3e", "thin_bf16: -3e", "thin_bf16"),
         ("thin_bf16: 3000000000", "thin_bf16: 0", "thin_bf16"),
