@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
 
-use super::context::{Allocation, Context, Kernels, Program, Stream};
+use super::context::{Allocation, Context, Stream};
 use super::driver::Driver;
 use super::lower::{self, Check, PART_BYTES, Places, WORKSPACE_BYTES};
+use super::programs::{Kernels, Program};
 use super::{
     Card, CudaError, PTX, PTX_80, PTX_90, TENSOR_CORES, WHOLE_TILES, WHOLE_TILES_DRIVER, host, tables,
 };

@@ -1,7 +1,8 @@
 //! NVIDIA GPUs: the third device. It needs nothing but the driver, which is loaded when it is asked for.
 //!
-//! `driver` is the library and what can go wrong with it, `context` a card in use: memory, streams, events, kernels. `lower` says
-//! which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles for its card.
+//! `driver` is the library and what can go wrong with it, `context` a card in use: memory, streams, events. `programs` has the kernels
+//! compiled. `lower` says which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles
+//! for its card.
 //! [`Cuda`] puts these together. What the card cannot do yet is an error of the plan: `missing`.
 
 mod context;
@@ -9,6 +10,7 @@ mod device;
 mod driver;
 mod host;
 mod lower;
+mod programs;
 mod tables;
 
 pub use device::{Cuda, OpenCard};

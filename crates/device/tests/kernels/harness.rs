@@ -321,9 +321,9 @@ fn device(isa: Isa, threads: usize) -> Rc<Cpu> {
     })
 }
 
-/// How much further than a reference allows results of a card may be: its tensor cores cut off what falls out of a sum, its exponentials
-/// are a few units off. Without a card, both are exact.
-const OF_A_CARD: f64 = if cfg!(feature = "card") { 4.0 } else { 1.0 };
+/// How much further than a reference allows results of a card may be: an H200 was 3 to 4 % further in three cases of all (products on
+/// tensor cores over an inner length of 2088, attention of one query in f32).
+const OF_A_CARD: f64 = if cfg!(feature = "card") { 1.25 } else { 1.0 };
 
 fn compare(label: &str, dtype: DType, got: &[f64], expected: &Expected) {
     let want = &expected.values;
