@@ -3,7 +3,7 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use plimsoll_device::cuda::{Card, Driver, OpenCard};
+use plimsoll_device::cuda::{Card, CardLink, Driver, Nccl, OpenCard, UniqueId};
 use plimsoll_device::{CudaError, DeviceTraits};
 use plimsoll_memory::ByteSize;
 use plimsoll_parallel::{Collectives, Communicator};
@@ -11,6 +11,7 @@ use plimsoll_plan::{Catalogue, DeviceModel, DiskRates, LimitedBy, LoadLine, Proc
 
 use crate::failure::Failure;
 use crate::output::errln;
+use crate::ranks;
 
 /// Cycles a second of an unknown card, and f32 operations of each multiprocessor in a cycle: those of a small one.
 const CYCLES: f64 = 1.5e9;
@@ -56,27 +57,100 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// The card that is to be used; none for the CPU.
-pub fn open(choice: DeviceChoice, ranks: &dyn Communicator) -> Result<Option<Arc<OpenCard>>, Failure> {
-    let opened = match choice {
+/// The card that a rank computes on.
+pub struct OfRank {
+    pub card: Arc<OpenCard>,
+    /// Whether it reaches those of other ranks without the hosts.
+    pub linked: bool,
+}
+
+/// The card that is to be used; none for the CPU. Each of several ranks has one of its own, and those reach each other.
+pub fn open(choice: DeviceChoice, ranks: &dyn Communicator) -> Result<Option<OfRank>, Failure> {
+    let first = match choice {
         DeviceChoice::Cpu => return Ok(None),
-        DeviceChoice::Auto if !ranks.is_alone() => return Ok(None),
-        DeviceChoice::Cuda(_) if !ranks.is_alone() => {
-            return Err(Failure::usage("--device cuda: several ranks work on the CPU alone yet"));
-        }
-        DeviceChoice::Auto => Driver::load().and_then(|driver| OpenCard::new(&driver, 0)),
-        DeviceChoice::Cuda(index) => Driver::load().and_then(|driver| OpenCard::new(&driver, index)),
+        DeviceChoice::Auto => 0,
+        DeviceChoice::Cuda(first) => first,
     };
-    match (opened, choice) {
-        (Ok(card), _) => Ok(Some(card)),
+    let place = if ranks.is_alone() { 0 } else { ranks::place_on_this_machine(ranks)? };
+    let chosen = Driver::load().and_then(|driver| choose(&driver, first, place));
+    // All ranks have cards, or none has.
+    let all = ranks::sum(ranks, f64::from(u8::from(chosen.is_ok())))? as u32 == ranks.size();
+    let (driver, card) = match (chosen, choice) {
+        (Ok(chosen), _) if all => chosen,
+        (Ok(_), DeviceChoice::Auto) => return Ok(None),
+        (Ok(_), _) => {
+            // What another rank lacks it says itself, and ends all.
+            ranks::sum(ranks, 0.0)?;
+            return Ok(None);
+        }
         // No card is what most machines have.
-        (Err(CudaError::NoDriver(_) | CudaError::NoCard), DeviceChoice::Auto) => Ok(None),
+        (Err(CudaError::NoDriver(_) | CudaError::NoCard), DeviceChoice::Auto) => return Ok(None),
         (Err(error), DeviceChoice::Auto) => {
             errln!("the CPU computes: {error}");
-            Ok(None)
+            return Ok(None);
         }
-        (Err(error), _) => Err(Failure::other(format!("--device cuda: {error}"))),
+        (Err(error), _) => return Err(Failure::other(format!("--device cuda: {error}"))),
+    };
+    if !ranks.is_alone() {
+        are_alike(ranks, &card)?;
     }
+    let opened = OpenCard::new(&driver, card.index);
+    let opened = opened.map_err(|error| Failure::other(format!("--device cuda: {error}")))?;
+    let linked = !ranks.is_alone() && link(ranks, &opened)?;
+    Ok(Some(OfRank { card: opened, linked }))
+}
+
+/// The card of the rank that has this place on its machine. A rank that a launcher lets see but one has that one.
+fn choose(driver: &Driver, first: u32, place: u32) -> Result<(Driver, Card), CudaError> {
+    let alone = driver.cards()?.len() == 1 && first == 0;
+    let card = driver.card(if alone { 0 } else { first.saturating_add(place) })?;
+    Ok((driver.clone(), card))
+}
+
+/// Refuses ranks that have the same card, or cards of different kinds.
+fn are_alike(ranks: &dyn Communicator, card: &Card) -> Result<(), Failure> {
+    let same = ranks::beside(ranks, &card.bus)?;
+    if same.len() > 1 {
+        let ranks: Vec<String> = same.iter().map(usize::to_string).collect();
+        return Err(Failure::usage(format!(
+            "--device cuda: ranks {} have the same card, {} at {}: start as many ranks on a machine as it has cards",
+            ranks.join(" and "),
+            card.name,
+            card.bus
+        )));
+    }
+    let kind = (card.capability, card.multiprocessors);
+    match ranks::first_unlike(ranks, &kind)? {
+        None => Ok(()),
+        Some(other) => Err(Failure::usage(format!(
+            "--device cuda: this rank has {card}, and rank {other} has another kind of card: ranks compute on cards of one kind, or results depend on who computes"
+        ))),
+    }
+}
+
+/// Has the cards of all ranks reach each other by NCCL, where every rank has it. Else their bytes go by way of the hosts.
+fn link(ranks: &dyn Communicator, card: &Arc<OpenCard>) -> Result<bool, Failure> {
+    let nccl = Nccl::load();
+    let version = nccl.as_ref().map_or(0, Nccl::version);
+    let unlike = ranks::first_unlike(ranks, &version)?;
+    let nccl = match (nccl, unlike) {
+        (Ok(nccl), None) => nccl,
+        (found, _) => {
+            if ranks.rank() == 0 {
+                let why =
+                    found.err().map_or("the ranks have different versions".to_owned(), |e| e.to_string());
+                errln!("cards reach each other by way of the host, which is slower: {why}");
+            }
+            return Ok(false);
+        }
+    };
+    let failed = |error: CudaError| Failure::other(format!("--device cuda: {error}"));
+    let id = if ranks.rank() == 0 { nccl.unique_id().map_err(failed)?.to_bytes() } else { Vec::new() };
+    let id = ranks.broadcast(id).map_err(|error| Failure::other(error.to_string()))?;
+    let id = UniqueId::of_bytes(&id).ok_or_else(|| Failure::other("NCCL's id did not arrive"))?;
+    let link = CardLink::join(&nccl, card, id, (ranks.rank(), ranks.size()), &mut || ()).map_err(failed)?;
+    ranks.link_cards(Arc::new(link));
+    Ok(true)
 }
 
 /// The line of a command on a card: a budget, if it is stated and the card has as much, else the card's memory.
@@ -94,12 +168,13 @@ pub fn overhead_bytes(card: &OpenCard) -> Result<u64, Failure> {
 }
 
 /// Host memory that a tier below a card may take: what the machine can give to this process.
-pub fn host_room(resident: u64) -> u64 {
-    ProcessLimits::detect().load_line(None).bytes.saturating_sub(resident)
+pub fn host_room(limits: ProcessLimits, resident: u64) -> u64 {
+    limits.load_line(None).bytes.saturating_sub(resident)
 }
 
-/// How fast a card is: as the catalogue has it, or as its multiprocessors let expect.
-pub fn rates(card: &OpenCard, disk: DiskRates) -> Rates {
+/// How fast a card is: as the catalogue has it, or as its multiprocessors let expect. What goes to other ranks crosses both links to the
+/// host where cards are not `linked`.
+pub fn rates(card: &OpenCard, disk: DiskRates, linked: bool) -> Rates {
     let described = card.card();
     let multiprocessors = u64::from(described.multiprocessors.max(1));
     let known = Catalogue::known().of_driver(&described.name, described.memory, multiprocessors);
@@ -107,7 +182,9 @@ pub fn rates(card: &OpenCard, disk: DiskRates) -> Rates {
         Some(known) => known.rates(disk, known.neighbour_link(), None),
         None => unknown(described, multiprocessors as f64).rates(disk, HOST_LINK, None),
     };
-    Rates { wiring: Wiring { device: DeviceTraits::CUDA, ..rates.wiring }, ..rates }
+    let by_host = rates.wiring.host_link.unwrap_or(HOST_LINK) / 2.0;
+    let rank_link = if linked { rates.wiring.rank_link } else { rates.wiring.rank_link.min(by_host) };
+    Rates { wiring: Wiring { device: DeviceTraits::CUDA, rank_link, ..rates.wiring }, ..rates }
 }
 
 /// A card of which nothing but its size and its generation is known.
@@ -146,8 +223,14 @@ pub fn described() -> Result<Vec<String>, CudaError> {
             Err(error) => format!("{card}: cannot be used: {error}"),
         });
     }
-    if lines.len() == 1 {
-        return Err(CudaError::NoCard);
+    match lines.len() {
+        1 => return Err(CudaError::NoCard),
+        // One card has no other to reach.
+        2 => {}
+        _ => lines.push(match Nccl::load() {
+            Ok(nccl) => format!("{nccl}: the cards of several ranks reach each other (--ranks)"),
+            Err(error) => format!("cards of several ranks reach each other by way of the host: {error}"),
+        }),
     }
     Ok(lines)
 }

@@ -14,7 +14,7 @@ use plimsoll_plan::{
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
-use crate::card::{self, DeviceChoice};
+use crate::card::DeviceChoice;
 use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model};
 use crate::ranks::everybody;
@@ -194,10 +194,8 @@ impl<'a> Inference<'a> {
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
         let line = engine.line(self.stated);
         let mut room = PlanningRoom::below(line);
-        let apart = engine.card.as_ref().map(|_| Apart {
-            device: DeviceTraits::CUDA,
-            host_room: card::host_room(engine.overhead_bytes()),
-        });
+        let apart =
+            engine.card.as_ref().map(|_| Apart { device: DeviceTraits::CUDA, host_room: engine.host_room() });
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();

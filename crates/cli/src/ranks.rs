@@ -14,7 +14,7 @@ use std::sync::{
 #[cfg(unix)]
 use std::time::{Duration, Instant};
 
-use plimsoll_parallel::{Communicator, Solo};
+use plimsoll_parallel::{Collectives, Communicator, Solo};
 use plimsoll_plan::config::Started;
 #[cfg(unix)]
 use rustix::process::{Pid, Signal, kill_process};
@@ -254,12 +254,16 @@ fn host() -> String {
     name.map(|name| name.trim().to_owned()).unwrap_or_default()
 }
 
+/// What tells one thing from another, as a number that f64 holds.
+fn fingerprint(what: &impl Hash) -> f64 {
+    let mut hasher = DefaultHasher::new();
+    what.hash(&mut hasher);
+    (hasher.finish() >> 12) as f64
+}
+
 /// The ranks of each machine, of those that have `what` alike.
 fn on_each_machine(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<Vec<usize>>, Failure> {
-    let mut hasher = DefaultHasher::new();
-    (host(), what).hash(&mut hasher);
-    // A number that f64 holds.
-    let own = (hasher.finish() >> 12) as f64;
+    let own = fingerprint(&(host(), what));
     let all = ranks.gather_numbers(&[own]).map_err(|error| Failure::other(error.to_string()))?;
     let mut machines: Vec<(Vec<f64>, Vec<usize>)> = Vec::new();
     for (rank, told) in all.into_iter().enumerate() {
@@ -296,11 +300,30 @@ pub fn started(ranks: &dyn Communicator) -> Result<Started, Failure> {
     Ok(Started { ranks: ranks.size(), of_each_machine })
 }
 
-/// The ranks of this machine that have `what` alike.
-fn beside(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<usize>, Failure> {
+/// The ranks of this machine that have `what` alike, this one among them.
+pub fn beside(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<usize>, Failure> {
     let own = ranks.rank() as usize;
     let all = on_each_machine(ranks, what)?;
     Ok(all.into_iter().find(|beside| beside.contains(&own)).unwrap_or_else(|| vec![own]))
+}
+
+/// Which of the ranks of this machine this one is, from 0.
+pub fn place_on_this_machine(ranks: &dyn Communicator) -> Result<u32, Failure> {
+    let own = ranks.rank() as usize;
+    let place = beside(ranks, &())?.iter().position(|rank| *rank == own).unwrap_or(0);
+    Ok(u32::try_from(place).unwrap_or(u32::MAX))
+}
+
+/// The first rank that has `what` otherwise than this one, if any has.
+pub fn first_unlike(ranks: &dyn Communicator, what: &impl Hash) -> Result<Option<usize>, Failure> {
+    let own = fingerprint(what);
+    let all = ranks.gather_numbers(&[own]).map_err(|error| Failure::other(error.to_string()))?;
+    Ok(all.iter().position(|told| *told != [own]))
+}
+
+/// The sum of a number over all ranks.
+pub fn sum(ranks: &dyn Communicator, value: f64) -> Result<f64, Failure> {
+    ranks.sum(value).map_err(|error| Failure::other(error.to_string()))
 }
 
 /// How many of them are on this machine.

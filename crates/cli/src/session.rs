@@ -124,6 +124,8 @@ pub struct Engine {
     pub isa: Isa,
     /// The card that computes, if it is not the CPU.
     pub card: Option<Arc<OpenCard>>,
+    /// Whether that reaches those of other ranks without the hosts.
+    linked: bool,
     /// Ranks that share the machine's memory and disk, this one among them.
     ranks: u32,
     /// Those of them that are in its control group.
@@ -161,6 +163,7 @@ impl Engine {
             pool: Arc::new(pool),
             isa,
             card: None,
+            linked: false,
             ranks: 1,
             of_group: 1,
             ahead: false,
@@ -178,7 +181,9 @@ impl Engine {
         let engine = Engine::start(threads)?;
         let group = engine.hardware.memory.container.as_ref().map(|limit| limit.file.clone());
         let (here, of_group) = (ranks::of_this_machine(ranks)?, ranks::of_this_group(ranks, group)?);
-        Ok(Engine { card: card::open(device, ranks)?, ranks: here, of_group, ..engine })
+        let opened = card::open(device, ranks)?;
+        let (card, linked) = opened.map_or((None, false), |opened| (Some(opened.card), opened.linked));
+        Ok(Engine { card, linked, ranks: here, of_group, ..engine })
     }
 
     /// One like that of each of so many ranks that are to share this machine: with its share of the cores.
@@ -203,6 +208,11 @@ impl Engine {
     fn limits(&self) -> ProcessLimits {
         let own = if self.ahead { 0 } else { resident_bytes() };
         ProcessLimits::detect().shared_by(self.ranks, self.of_group, own)
+    }
+
+    /// Host memory that a tier below a card may take, or this rank's share of it.
+    pub fn host_room(&self) -> u64 {
+        card::host_room(self.limits(), self.overhead_bytes())
     }
 
     /// What this machine can do. It is measured if it never was.
@@ -253,10 +263,10 @@ impl Engine {
         match &self.card {
             None => Ok(self.machine(config, tokens, Progress::Ready)),
             Some(card) => {
-                let host = card::host_room(self.overhead_bytes());
+                let host = self.host_room();
                 let machine = self.machine(config, tokens, Progress::Ready);
                 Ok(Machine {
-                    rates: card::rates(card, machine.rates.disk),
+                    rates: card::rates(card, machine.rates.disk, self.linked),
                     limits: ProcessLimits::NONE,
                     overhead_bytes: card::overhead_bytes(card)?,
                     device_bytes: Some(card.card().memory),

@@ -8,6 +8,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+#[path = "../../device/tests/cuda/mock.rs"]
+mod mock;
+
 /// One micro-batch of four goes to each rank in turn.
 const CONFIG: &str = "
 model:
@@ -66,9 +69,129 @@ fn ranks_need_the_feature() {
     assert!(said(&output).contains("fall into no groups of 2"), "{}", said(&output));
 }
 
+/// The same with a driver without a GPU, and NCCL without one if it is there.
+fn train_on_cards(
+    folder: &Path,
+    out: &str,
+    libraries: &[&Path],
+    variables: &[(&str, &str)],
+    more: &[&str],
+) -> Output {
+    let folders: Vec<String> =
+        libraries.iter().map(|library| library.parent().unwrap().display().to_string()).collect();
+    let device: &[&str] = if more.contains(&"--device") { &[] } else { &["--device", "cuda"] };
+    let short = [
+        "--set",
+        "memory.device_budget=1GiB",
+        "--set",
+        "training.steps=2",
+        "--set",
+        "training.effective_batch_size=4",
+        "--set",
+        "output.eval_steps=2",
+    ];
+    let card = [device, &short[..]].concat();
+    let mut command = train(folder, out, &[&card[..], more].concat());
+    command.env("LD_LIBRARY_PATH", folders.join(":")).envs(variables.iter().copied());
+    command.output().unwrap()
+}
+
 #[cfg(feature = "mpi")]
 mod over_mpi {
     use super::*;
+
+    /// Each rank has a card of its own. What they send goes from card to card, or by way of the host where there is no NCCL.
+    #[test]
+    fn ranks_on_cards_leave_what_one_card_leaves() {
+        let (Some(driver), Some(nccl)) = (mock::library(), mock::nccl()) else { return };
+        let folder = folder();
+        let folder = folder.path();
+        let two = [("MOCK_CARDS", "2")];
+        let trains = |out: &str, libraries: &[&Path], more: &[&str]| {
+            let output = train_on_cards(folder, out, libraries, &two, more);
+            assert!(output.status.success(), "{out}: {}", said(&output));
+            said(&output)
+        };
+        trains("one", &[driver], &[]);
+        for (name, set, alike) in [
+            ("shards", &["parallel.zero_stage=3", "memory.offload.optimizer=host"][..], true),
+            ("pipeline", &["parallel.pipeline_parallel=2"], true),
+            ("tensor", &["parallel.tensor_parallel=2"], false),
+        ] {
+            let more: Vec<&str> = set.iter().flat_map(|set| ["--set", set]).collect();
+            let more = [&["--ranks", "2"], &more[..]].concat();
+            let by_host = trains("by host", &[driver], &more);
+            assert!(by_host.contains("by way of the host"), "{by_host}");
+            let by_link = trains("by link", &[driver, nccl], &more);
+            assert!(!by_link.contains("by way of the host"), "{by_link}");
+            assert!(model(folder, "by host") == model(folder, "by link"), "{name}");
+            assert_eq!(model(folder, "one") == model(folder, "by link"), alike, "{name}");
+            let report = |out: &str| -> Value {
+                serde_json::from_slice(&std::fs::read(folder.join(out).join("report.json")).unwrap()).unwrap()
+            };
+            let (by_host, by_link) = (report("by host"), report("by link"));
+            for rank in by_link["ranks"].as_array().unwrap() {
+                let bytes = |which: &str| &rank[which]["device_peak_bytes"];
+                assert_eq!(bytes("planned"), bytes("measured"), "{name}");
+            }
+            assert_eq!(by_host["communication"], by_link["communication"], "{name}");
+            for out in ["by host", "by link"] {
+                std::fs::remove_dir_all(folder.join(out)).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_without_cards_of_their_own_are_refused() {
+        let Some(driver) = mock::library() else { return };
+        let folder = folder();
+        let folder = folder.path();
+        let refused = |variables: &[(&str, &str)], more: &[&str]| {
+            let output =
+                train_on_cards(folder, "out", &[driver], variables, &[&["--ranks", "2"], more].concat());
+            assert!(
+                !output.status.success() && !folder.join("out/report.json").exists(),
+                "{}",
+                said(&output)
+            );
+            said(&output)
+        };
+        let one = refused(&[("MOCK_CARDS", "1")], &[]);
+        assert!(one.contains("ranks 0 and 1 have the same card"), "{one}");
+        let beyond = refused(&[("MOCK_CARDS", "2")], &["--device", "cuda:1"]);
+        assert!(beyond.contains("there is no card 2"), "{beyond}");
+        let unlike = refused(&[("MOCK_CARDS", "2"), ("MOCK_OTHERS", "80")], &[]);
+        assert!(unlike.contains("another kind of card"), "{unlike}");
+    }
+
+    /// An answer of a model that is divided among cards is that of one card.
+    #[test]
+    fn cards_answer_together() {
+        let (Some(driver), Some(nccl)) = (mock::library(), mock::nccl()) else { return };
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "model", &[]);
+        let answers = |libraries: &[&Path], ranks: &[&str]| {
+            let folders: Vec<String> =
+                libraries.iter().map(|library| library.parent().unwrap().display().to_string()).collect();
+            let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
+                .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
+                .env("LD_LIBRARY_PATH", folders.join(":"))
+                .env("MOCK_CARDS", "2")
+                .current_dir(folder)
+                .args(["generate", "--model", "model", "--prompt", "word3 word10", "--max-tokens", "8"])
+                .args(["--device", "cuda", "--memory", "1GiB", "--json"])
+                .args(ranks)
+                .output()
+                .unwrap();
+            assert!(output.status.success(), "{}", said(&output));
+            let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+            document["text"].as_str().unwrap().to_owned()
+        };
+        let one = answers(&[driver], &[]);
+        assert_eq!(one, answers(&[driver], &["--ranks", "2"]));
+        assert_eq!(one, answers(&[driver, nccl], &["--ranks", "2"]));
+    }
 
     #[test]
     fn many_ranks_leave_what_one_leaves() {

@@ -1,6 +1,6 @@
 //! The seam between the step program and what it runs on.
 
-use plimsoll_memory::{ALIGNMENT, Arena, Loan, OutOfMemory, Phase, Region, Tag};
+use plimsoll_memory::{ALIGNMENT, Arena, FarMemory, Loan, OutOfMemory, Phase, Region, Tag};
 
 use crate::repeat::count;
 use crate::{CudaError, DType, Dry, Due, Iterations, Op, Shape, Tensor, Transferred};
@@ -129,6 +129,15 @@ pub trait Device {
     /// # Errors
     /// The memory is not this device's, or parts of it are still elsewhere.
     fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError>;
+
+    /// The memory of a tensor, for what reaches it without the host; what was begun with it comes first, and nothing else may be begun
+    /// before that is done. `None` of a device whose memory nothing but the host reaches.
+    ///
+    /// # Errors
+    /// The tensor belongs to another device.
+    fn reach(&self, _: &Tensor) -> Result<Option<Box<dyn FarMemory>>, DeviceError> {
+        Ok(None)
+    }
 
     /// Begins a move between tiers, when what it follows behind is done, on the time lines of a dry run that has them.
     fn transfer(&self, _: Transferred, _behind: Due) -> Due {

@@ -162,6 +162,11 @@ impl Tensor {
         Ok(self.block)
     }
 
+    /// The block that it lies in, held as long as somebody has this.
+    pub(crate) fn block(&self) -> Arc<Block> {
+        Arc::clone(&self.block)
+    }
+
     /// Refuses a tensor that no device may lend.
     pub(crate) fn check_lendable(&self, arena: &Arena) -> Result<(), DeviceError> {
         let refuse = |reason| Err(DeviceError::Mismatch { op: "lend", reason });

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use plimsoll_device::cuda::{
-    Driver, LEAST_DRIVER, OpenCard, SHARED_80, SHARED_90, SOURCES, SOURCES_80, SOURCES_90,
+    CardLink, Driver, FarMessage, LEAST_DRIVER, Nccl, OpenCard, SHARED_80, SHARED_90, SOURCES, SOURCES_80,
+    SOURCES_90, UniqueId,
 };
 use plimsoll_device::{
     Channels, Compute, Cuda, CudaError, DType, Device, DeviceError, DeviceExt, DeviceTraits, Dry,
@@ -183,6 +184,134 @@ fn memory_is_counted_to_the_byte() {
     drop(Cuda::new(&card, free).unwrap());
     drop(card);
     assert_eq!(mock.live(), 0);
+}
+
+/// Two ranks, each with a card and a thread of its own, send each other something of everything: from lent memory into lent memory in two
+/// messages at once, and from a tensor into another. Every call of the library after so many fails, on both.
+fn two_cards(mock: &Mock, nccl: &Path, fails_after: i64) -> [Result<(), DeviceError>; 2] {
+    let id = Nccl::open(nccl).unwrap().unique_id().unwrap();
+    let rank = |rank: u32| -> Result<(), DeviceError> {
+        mock.machine(2, 90, 12_040, 8 << 30);
+        let library = Library::open(nccl).unwrap();
+        // SAFETY: that is the function's type in `nccl.cpp`.
+        let set: extern "C" fn(i64) = unsafe { library.function(c"mock_nccl_fail_after") }.unwrap();
+        set(fails_after);
+        let card = OpenCard::new(&Driver::open(mock.path)?, rank)?;
+        let before = card.taken_bytes()?;
+        let id = UniqueId::of_bytes(&id.to_bytes()).unwrap();
+        let link = CardLink::join(&Nccl::open(nccl)?, &card, id, (rank, 2), &mut || ());
+        let link = link.inspect_err(|_| set(-1))?;
+        // What it keeps for the other one is there before anything is planned.
+        assert!(fails_after >= 0 || card.taken_bytes()? >= before + (1 << 20));
+        let device = Cuda::new(&card, 1 << 20)?;
+        let [x, out, y, z] = [0; 4].map(|_| tensor(&device, DType::F32, &[1000]));
+        let of_rank = |rank: u32| (0..1000).map(move |i| (i + 5000 * rank) as f32).collect::<Vec<_>>();
+        device.write_f32(&x, &of_rank(rank))?;
+        device.run(Elementwise::Fill { out: &out, value: -1.0 })?;
+        device.run(Elementwise::Cast { x: &x, out: &y, rounding: Rounding::Nearest })?;
+        let other = 1 - rank;
+        let (from, into) = (device.reach(&y)?.unwrap(), device.reach(&z)?.unwrap());
+        let send = Some((other, (from.as_ref(), 0..4000)));
+        link.exchange(&[FarMessage { send, receive: Some((other, (into.as_ref(), 0..4000))) }], &mut || ())?;
+        drop((from, into));
+        assert_eq!(device.read_f32(&z)?, of_rank(other));
+        let Lent::Memory(Loan::Far(from)) = device.lend(x)? else { panic!("a GPU's memory is far") };
+        let Lent::Memory(Loan::Far(into)) = device.lend(out)? else { panic!("a GPU's memory is far") };
+        let half = |send: std::ops::Range<u64>, receive| FarMessage {
+            send: Some((other, (from.as_ref(), send))),
+            receive: Some((other, (into.as_ref(), receive))),
+        };
+        let outside = link.exchange(&[half(4092..4100, 0..8)], &mut || ()).unwrap_err().to_string();
+        assert!(outside.contains("outside of their buffer"), "{outside}");
+        link.exchange(&[half(0..2000, 0..2000), half(2000..4000, 2000..4000)], &mut || ())?;
+        let whole = device.reclaim(Loan::Far(into))?;
+        device.reclaim(Loan::Far(from))?;
+        assert_eq!(device.read_f32(&whole.view(0, DType::F32, &[1000]).unwrap())?, of_rank(other));
+        set(-1);
+        Ok(())
+    };
+    let rank = &rank;
+    let outcomes = std::thread::scope(|scope| {
+        let [first, second] = [0, 1].map(|own| scope.spawn(move || rank(own)));
+        [first.join().unwrap(), second.join().unwrap()]
+    });
+    // Who fails before there are any pipes leaves the folder for them.
+    let folder = id.to_bytes();
+    let folder = String::from_utf8_lossy(&folder);
+    let _ = std::fs::remove_dir_all(folder.trim_end_matches('\0'));
+    outcomes
+}
+
+#[test]
+fn cards_reach_each_other_and_leave_nothing_behind_whatever_fails() {
+    let Some(mock) = Mock::new() else { return };
+    let Some(nccl) = mock::nccl() else { return };
+    for outcome in two_cards(&mock, nccl, -1) {
+        outcome.unwrap();
+    }
+    let library = Library::open(nccl).unwrap();
+    // SAFETY: that is the function's type in `nccl.cpp`.
+    let live: extern "C" fn() -> i32 = unsafe { library.function(c"mock_nccl_live") }.unwrap();
+    assert_eq!((mock.live(), live()), (0, 0));
+    for call in 0.. {
+        let outcomes = two_cards(&mock, nccl, call);
+        assert_eq!((mock.live(), live()), (0, 0), "call {call}: {outcomes:?}");
+        let failed = outcomes.into_iter().filter_map(Result::err).inspect(|error| {
+            assert!(error.to_string().contains("unhandled system error"), "call {call}: {error}");
+        });
+        if failed.count() == 0 {
+            // The version, joining, four groups of sends and receives.
+            assert!(call > 10, "{call}");
+            break;
+        }
+    }
+}
+
+/// Who waits for a rank that is gone is told, and may give up.
+#[test]
+fn a_rank_that_is_gone_is_an_error_for_those_who_wait_for_it() {
+    let Some(mock) = Mock::new() else { return };
+    let Some(nccl) = mock::nccl() else { return };
+    let id = Nccl::open(nccl).unwrap().unique_id().unwrap();
+    let join = |rank: u32| {
+        mock.machine(2, 90, 12_040, 8 << 30);
+        let card = OpenCard::new(&Driver::open(mock.path).unwrap(), rank).unwrap();
+        let link = CardLink::join(&Nccl::open(nccl).unwrap(), &card, id, (rank, 2), &mut || ()).unwrap();
+        (card, link)
+    };
+    let (library, join) = (Library::open(nccl).unwrap(), &join);
+    // SAFETY: that is the function's type in `nccl.cpp`.
+    let lost: extern "C" fn(i32) = unsafe { library.function(c"mock_nccl_lost") }.unwrap();
+    std::thread::scope(|scope| {
+        let gone = scope.spawn(move || drop(join(1)));
+        let (card, link) = join(0);
+        gone.join().unwrap();
+        let device = Cuda::new(&card, 1 << 20).unwrap();
+        let x = tensor(&device, DType::F32, &[1000]);
+        let far = device.reach(&x).unwrap().unwrap();
+        let message = || [FarMessage { send: None, receive: Some((1, (far.as_ref(), 0..4000))) }];
+        let mut looks = 0;
+        let error = link.exchange(&message(), &mut || {
+            looks += 1;
+            if looks == 3 {
+                lost(6);
+            }
+        });
+        lost(0);
+        assert!(error.unwrap_err().to_string().contains("remote process"));
+        let again = link.exchange(&message(), &mut || ()).unwrap_err().to_string();
+        assert!(again.contains("an exchange before it failed"), "{again}");
+    });
+    assert_eq!(mock.live(), 0);
+}
+
+#[test]
+fn an_nccl_that_is_missing_or_too_old_is_said_in_words() {
+    let none = Nccl::open(Path::new("/no/such/libnccl.so.2")).unwrap_err().to_string();
+    assert!(none.starts_with("there is no NCCL: ") && none.contains("install it"), "{none}");
+    let Some(driver) = mock::library() else { return };
+    let other = Nccl::open(driver).unwrap_err().to_string();
+    assert!(other.contains("ncclGetVersion"), "{other}");
 }
 
 #[test]

@@ -14,11 +14,13 @@
 
 use std::ops::Range;
 
+use plimsoll_device::cuda::{CardLink, FarMessage};
 use plimsoll_device::{
     Collective, Communicated, DType, Device, DeviceError, Due, Lent, Shape, Tensor, Transferred,
 };
 use plimsoll_memory::{Event, Loan};
 
+use crate::group::Members;
 use crate::{CommunicationError, Transport, TransportError};
 
 /// Some bytes of one of the buffers of an exchange.
@@ -182,11 +184,37 @@ pub(crate) struct Carried {
 }
 
 impl Carried {
-    /// Sends and receives, round after round.
-    pub fn carry_out(mut self, transport: &impl Transport) -> Arrived {
-        let outcome = self.messages.iter().try_for_each(|message| one(&mut self.loans, message, transport));
+    /// Sends and receives, round after round; by a link of cards, all rounds at once.
+    pub fn carry_out<T: Transport>(mut self, ranks: &Members<'_, T>, link: Option<&CardLink>) -> Arrived {
+        let is_far = |loan: &Loan| matches!(loan, Loan::Far(_));
+        let outcome = match link.filter(|_| self.loans.iter().all(is_far)) {
+            Some(link) => by_link(&self.loans, &self.messages, ranks, link),
+            None => self.messages.iter().try_for_each(|message| one(&mut self.loans, message, ranks)),
+        };
         (self.loans, outcome)
     }
+}
+
+/// What lies on cards goes from card to card.
+fn by_link<T: Transport>(
+    loans: &[Loan],
+    messages: &[Message],
+    ranks: &Members<'_, T>,
+    link: &CardLink,
+) -> Result<(), CommunicationError> {
+    let side = |side: &Option<(u32, Span)>| {
+        let Some((rank, Span { buffer, bytes })) = side else { return Ok(None) };
+        let far = match loans.get(*buffer) {
+            Some(Loan::Far(far)) => far.as_ref(),
+            _ => return Err(mismatch("a buffer is not on the device")),
+        };
+        Ok(Some((ranks.member(*rank)?, (far, bytes.clone()))))
+    };
+    let messages = messages
+        .iter()
+        .map(|message| Ok(FarMessage { send: side(&message.send)?, receive: side(&message.receive)? }));
+    let messages = messages.collect::<Result<Vec<_>, CommunicationError>>()?;
+    Ok(link.exchange(&messages, &mut || ranks.idle()).map_err(DeviceError::from)?)
 }
 
 fn one(loans: &mut [Loan], message: &Message, transport: &impl Transport) -> Result<(), CommunicationError> {

@@ -14,7 +14,8 @@ impl<'t, T: Transport> Members<'t, T> {
         Members { transport, members }
     }
 
-    fn member(&self, place: u32) -> Result<u32, TransportError> {
+    /// The number of a member among all ranks.
+    pub fn member(&self, place: u32) -> Result<u32, TransportError> {
         let Some(members) = self.members else { return Ok(place) };
         members.get(place as usize).copied().ok_or(TransportError::NoSuchRank { rank: place })
     }
@@ -58,5 +59,9 @@ impl<T: Transport> Transport for Members<'_, T> {
             None => None,
         };
         self.transport.send_receive(send, receive)
+    }
+
+    fn idle(&self) {
+        self.transport.idle();
     }
 }

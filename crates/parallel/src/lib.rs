@@ -7,7 +7,7 @@
 //!
 //! - [`Solo`]: the only rank there is.
 //! - [`DryRanks`]: a rank of many, without wires. What it would send is counted by the dry device.
-//! - [`Wired`]: a rank whose bytes go by a [`Transport`]. [`ThreadRank`] joins threads of one process, for tests; `Mpi`, of a crate of
+//! - [`Wired`]: a rank whose bytes go by a [`Transport`]; what lies on cards goes by NCCL, where there is a [`CardLink`]. [`ThreadRank`] joins threads of one process, for tests; `Mpi`, of a crate of
 //!   its own, joins processes over the system's MPI.
 
 #![forbid(unsafe_code)]
@@ -23,7 +23,10 @@ mod threads;
 mod transport;
 mod wired;
 
+use std::sync::Arc;
+
 use group::place_among;
+use plimsoll_device::cuda::CardLink;
 use plimsoll_device::{Collective, Communicated, Device, DeviceError, Tensor};
 use plimsoll_memory::CopyError;
 
@@ -114,6 +117,9 @@ pub trait Communicator {
         }
         Ok(())
     }
+
+    /// From here on what lies on cards goes from card to card. Ranks that are processes have such a link, once they have joined.
+    fn link_cards(&self, _: Arc<CardLink>) {}
 
     /// Sends bytes of the host's to a rank.
     ///

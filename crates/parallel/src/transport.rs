@@ -18,6 +18,9 @@ pub trait Transport {
         send: Option<(u32, &[u8])>,
         receive: Option<(u32, &mut [u8])>,
     ) -> Result<(), TransportError>;
+
+    /// Called again and again while this thread waits for something else: a place to end at once, where all ranks are to end.
+    fn idle(&self) {}
 }
 
 impl<T: Transport> Transport for std::sync::Arc<T> {
@@ -35,6 +38,10 @@ impl<T: Transport> Transport for std::sync::Arc<T> {
         receive: Option<(u32, &mut [u8])>,
     ) -> Result<(), TransportError> {
         T::send_receive(self, send, receive)
+    }
+
+    fn idle(&self) {
+        T::idle(self);
     }
 }
 

@@ -1,12 +1,13 @@
 //! A rank whose bytes go by a transport, on a thread of their own: see `exchange`.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Builder;
 
-use plimsoll_device::{Collective, Communicated, Device, Tensor};
+use plimsoll_device::cuda::{CardLink, FarMessage};
+use plimsoll_device::{Collective, Communicated, Device, DeviceError, Tensor};
 use plimsoll_memory::Worker;
 
 use crate::exchange::{Carried, Outgoing};
@@ -28,6 +29,8 @@ pub struct Wired<T> {
     members: Option<Vec<u32>>,
     /// Together with those of its groups.
     sent: Rc<Cell<Communicated>>,
+    /// What goes from card to card, once the cards have joined; of its groups too.
+    link: Rc<OnceCell<Arc<CardLink>>>,
 }
 
 impl<T: Transport + Send + Sync + 'static> Wired<Arc<T>> {
@@ -55,7 +58,8 @@ impl<T: Transport + 'static> Wired<T> {
         let place = line.run(|transport| (transport.rank(), transport.size()));
         let (rank, size) = place.ok_or(TransportError::Stopped)?;
         let (line, under_way) = (Rc::new(line), Arc::default());
-        Ok(Wired { line, direct: None, under_way, rank, size, members: None, sent: Rc::default() })
+        let (sent, link) = (Rc::default(), Rc::default());
+        Ok(Wired { line, direct: None, under_way, rank, size, members: None, sent, link })
     }
 
     /// Does something on the thread that speaks to the others, behind everything that was begun before, and waits for it. Where any
@@ -78,6 +82,37 @@ impl<T: Transport + 'static> Wired<T> {
     ) -> Result<(), TransportError> {
         let members = self.members.as_deref();
         self.on_line(|transport| Members::of(transport, members).send_receive(send, receive))?
+    }
+
+    /// The same of tensors on cards, without the host.
+    fn by_link(
+        &self,
+        device: &dyn Device,
+        link: &Arc<CardLink>,
+        send: Option<(u32, &Tensor)>,
+        receive: Option<(u32, &Tensor)>,
+    ) -> Result<bool, CommunicationError> {
+        let reach = |side: Option<(u32, &Tensor)>| -> Result<_, CommunicationError> {
+            let Some((rank, tensor)) = side else { return Ok(None) };
+            let rank = match &self.members {
+                Some(members) => *members.get(rank as usize).ok_or(TransportError::NoSuchRank { rank })?,
+                None => rank,
+            };
+            Ok(device.reach(tensor)?.map(|far| (rank, far, 0..tensor.bytes())))
+        };
+        let (asked, send, receive) = ([send.is_some(), receive.is_some()], reach(send)?, reach(receive)?);
+        if [send.is_some(), receive.is_some()] != asked {
+            return Ok(false);
+        }
+        self.on_line(move |transport| {
+            let message = FarMessage {
+                send: send.as_ref().map(|(rank, far, bytes)| (*rank, (far.as_ref(), bytes.clone()))),
+                receive: receive.as_ref().map(|(rank, far, bytes)| (*rank, (far.as_ref(), bytes.clone()))),
+            };
+            link.exchange(&[message], &mut || transport.idle())
+        })?
+        .map_err(DeviceError::from)?;
+        Ok(true)
     }
 
     fn count(&self, sent: Communicated) {
@@ -110,6 +145,7 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
             size,
             members,
             sent: Rc::clone(&self.sent),
+            link: Rc::clone(&self.link),
         }))
     }
 
@@ -122,12 +158,12 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
         for (_, span) in outgoing.messages().iter().filter_map(|message| message.send.as_ref()) {
             self.count(Communicated::of(within, span.bytes.end - span.bytes.start));
         }
-        let members = self.members.clone();
+        let (members, link) = (self.members.clone(), self.link.get().cloned());
         let under_way = Arc::clone(&self.under_way);
         let carry_out = move |carried: Carried| {
             under_way.fetch_add(1, Ordering::Relaxed);
             self.line.begin(move |transport| {
-                let outcome = carried.carry_out(&Members::of(transport, members.as_deref()));
+                let outcome = carried.carry_out(&Members::of(transport, members.as_deref()), link.as_deref());
                 under_way.fetch_sub(1, Ordering::Release);
                 outcome
             })
@@ -142,8 +178,14 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
         send: Option<(u32, &Tensor)>,
         receive: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
+        let bytes = send.map_or(0, |(_, x)| x.bytes());
         let mut outcome = Ok(());
+        let by_link = match self.link.get() {
+            Some(link) => self.by_link(device, link, send, receive)?,
+            None => false,
+        };
         match (send, receive) {
+            _ if by_link => {}
             (Some((to, x)), Some((from, out))) => device.read_and_write(x, out, &mut |x, out| {
                 outcome = self.send_receive_now(Some((to, x)), Some((from, out)));
             })?,
@@ -155,8 +197,13 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
             }
             (None, None) => {}
         }
-        self.count(Communicated::of(within, send.map_or(0, |(_, x)| x.bytes())));
+        self.count(Communicated::of(within, bytes));
         Ok(outcome?)
+    }
+
+    fn link_cards(&self, link: Arc<CardLink>) {
+        // Cards join once.
+        let _ = self.link.set(link);
     }
 
     fn send_bytes(&self, to: u32, bytes: &[u8]) -> Result<(), CommunicationError> {

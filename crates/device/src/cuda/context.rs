@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::driver::{Address, Driver, Handle, is_out_of_memory};
+use super::driver::{Address, Driver, Handle, is_not_ready, is_out_of_memory};
 use super::lower::{Boxes, Launch, MAP_BYTES};
 use super::programs::Kernels;
 use super::{Card, CudaError};
@@ -137,6 +137,22 @@ impl Stream {
         // SAFETY: the handle is the driver's.
         let code = unsafe { (self.context.driver.functions().stream_finish)(self.handle) };
         self.context.driver.check("cuStreamSynchronize", code)
+    }
+
+    /// Whether all that was put on it is done.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        self.context.enter()?;
+        // SAFETY: the handle is the driver's.
+        let code = unsafe { (self.context.driver.functions().stream_query)(self.handle) };
+        if is_not_ready(code) {
+            return Ok(false);
+        }
+        self.context.driver.check("cuStreamQuery", code).map(|()| true)
+    }
+
+    /// The driver's own name of it, for a library that puts work on it.
+    pub fn handle(&self) -> Handle {
+        self.handle
     }
 
     /// Has what follows on it begin when what the other one has so far is done.

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::sync::Arc;
 
 use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
@@ -27,7 +28,7 @@ const MOST_CHECKS: usize = 4096;
 /// A card with its context, kernels and workspace: all that a process takes of it beside an arena.
 #[derive(Debug)]
 pub struct OpenCard {
-    context: Arc<Context>,
+    pub(super) context: Arc<Context>,
     kernels: Kernels,
     /// Whether there are the kernels that multiply whole tiles.
     whole_tiles: bool,
@@ -98,6 +99,11 @@ impl OpenCard {
         Ok(total.saturating_sub(free) + self.kernels.bytes_to_come())
     }
 
+    /// Memory that is there before any arena, with how many bytes it has: nobody may compute on it meanwhile.
+    pub(super) fn workspace(&self) -> (u64, u64) {
+        (self.beside.address, self.workspace_bytes)
+    }
+
     fn fault_address(&self) -> u64 {
         self.beside.address + self.workspace_bytes
     }
@@ -111,8 +117,8 @@ pub struct Cuda {
     card: Arc<OpenCard>,
     memory: Arc<Allocation>,
     compute: Stream,
-    /// For what is lent: to the card and from it.
-    copies: Arc<[Stream; 2]>,
+    /// For what is lent.
+    copies: Arc<Copies>,
     bounce: RefCell<Bounce>,
     /// What was checked since somebody looked for faults.
     checks: RefCell<Vec<Check>>,
@@ -140,7 +146,11 @@ impl Cuda {
             arena,
             memory: Arc::new(Allocation::new(context, arena_bytes)?),
             compute: Stream::new(context)?,
-            copies: Arc::new([Stream::new(context)?, Stream::new(context)?]),
+            copies: Arc::new(Copies {
+                inward: Stream::new(context)?,
+                outward: Stream::new(context)?,
+                between: Stream::new(context)?,
+            }),
             bounce: RefCell::new(Bounce { memory: host::pinned(context, TRANSFER_BYTES)?, busy: false }),
             checks: RefCell::default(),
             workspace: Cell::default(),
@@ -165,6 +175,10 @@ impl Cuda {
     pub fn finish(&self) -> Result<(), DeviceError> {
         self.compute.finish()?;
         self.look_for_faults()
+    }
+
+    fn on_card(&self, block: Arc<Block>, range: Range<u64>) -> OnCard {
+        OnCard { block, range, memory: Arc::clone(&self.memory), streams: Arc::clone(&self.copies) }
     }
 
     /// Where a tensor lies on the card.
@@ -307,11 +321,18 @@ impl Device for Cuda {
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         let block = tensor.into_lent_block(&self.arena)?;
         // What was begun with the memory comes first.
-        for stream in self.copies.iter() {
+        for stream in self.copies.all() {
             stream.wait_for(&self.compute)?;
         }
-        let (memory, streams) = (Arc::clone(&self.memory), Arc::clone(&self.copies));
-        Ok(Lent::Memory(Loan::Far(Box::new(OnCard { block, memory, streams }))))
+        let start = block.offset();
+        let range = start..start + block.size();
+        Ok(Lent::Memory(Loan::Far(Box::new(self.on_card(block, range)))))
+    }
+
+    fn reach(&self, tensor: &Tensor) -> Result<Option<Box<dyn FarMemory>>, DeviceError> {
+        self.address(tensor, "reach")?;
+        self.copies.between.wait_for(&self.compute)?;
+        Ok(Some(Box::new(self.on_card(tensor.block(), tensor.range()))))
     }
 
     fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {
@@ -327,38 +348,57 @@ impl Device for Cuda {
     }
 }
 
-/// Memory of the card that is lent: copies go by streams of their own, beside the computation.
+/// What copies of lent memory go by, beside the computation.
 #[derive(Debug)]
-struct OnCard {
+pub(super) struct Copies {
+    /// From the host.
+    inward: Stream,
+    /// To the host.
+    outward: Stream,
+    /// To other cards and from them.
+    pub between: Stream,
+}
+
+impl Copies {
+    fn all(&self) -> [&Stream; 3] {
+        [&self.inward, &self.outward, &self.between]
+    }
+}
+
+/// Memory of the card in the hands of whoever copies it.
+#[derive(Debug)]
+pub(super) struct OnCard {
     block: Arc<Block>,
+    /// Where it lies in the arena.
+    range: Range<u64>,
     memory: Arc<Allocation>,
-    streams: Arc<[Stream; 2]>,
+    pub streams: Arc<Copies>,
 }
 
 impl OnCard {
     /// The address of some bytes of it.
-    fn address(&self, offset: u64, bytes: usize) -> Result<u64, CopyError> {
-        let (own, bytes) = (self.block.size(), bytes as u64);
+    pub fn address(&self, offset: u64, bytes: u64) -> Result<u64, CopyError> {
+        let own = self.range.end - self.range.start;
         let within = offset.checked_add(bytes).is_some_and(|end| end <= own);
         let outside = || CopyError { offset, bytes, reason: format!("it has {own} bytes") };
-        within.then(|| self.memory.address + self.block.offset() + offset).ok_or_else(outside)
+        within.then(|| self.memory.address + self.range.start + offset).ok_or_else(outside)
     }
 }
 
 impl FarMemory for OnCard {
     fn start(&self) -> u64 {
-        self.block.offset()
+        self.range.start
     }
 
     fn copy_in(&mut self, offset: u64, from: &[u8]) -> Result<(), CopyError> {
-        let (address, [stream, _]) = (self.address(offset, from.len())?, &*self.streams);
+        let (address, stream) = (self.address(offset, from.len() as u64)?, &self.streams.inward);
         // SAFETY: the stream is waited for right after.
         let copied = unsafe { stream.copy_in(address, from) }.and_then(|()| stream.finish());
         copied.map_err(|error| CopyError { offset, bytes: from.len() as u64, reason: error.to_string() })
     }
 
     fn copy_out(&mut self, offset: u64, to: &mut [u8]) -> Result<(), CopyError> {
-        let (address, [_, stream]) = (self.address(offset, to.len())?, &*self.streams);
+        let (address, stream) = (self.address(offset, to.len() as u64)?, &self.streams.outward);
         // SAFETY: as above.
         let copied = unsafe { stream.copy_out(to, address) }.and_then(|()| stream.finish());
         copied.map_err(|error| CopyError { offset, bytes: to.len() as u64, reason: error.to_string() })

@@ -24,6 +24,7 @@ pub(super) type Address = u64;
 const SUCCESS: Code = 0;
 const OUT_OF_MEMORY: Code = 2;
 const NO_DEVICE: Code = 100;
+const NOT_READY: Code = 600;
 /// Errors after which a context is of no use: a misaligned or illegal address, a launch that failed or timed out, a card that is
 /// lost or gone, an error of its memory, and what has no name.
 const FATAL: [Code; 11] = [46, 214, 700, 702, 710, 714, 715, 716, 717, 719, 999];
@@ -100,6 +101,11 @@ pub enum CudaError {
         /// The driver's words.
         reason: String,
     },
+    /// There is no NCCL.
+    #[error(
+        "there is no NCCL: {0}; install it (`libnccl2` on Debian and Ubuntu, `nvidia-nccl-cu12` of PyPI or conda)"
+    )]
+    NoNccl(String),
     /// An operation has no kernel yet.
     #[error("{op} does not run on NVIDIA cards yet{}; use `--device cpu`", .reason.map_or(String::new(), |r| format!(" ({r})")))]
     NotYet {
@@ -142,6 +148,7 @@ functions! {
     device = c"cuDeviceGet" (*mut c_int, c_int);
     device_name = c"cuDeviceGetName" (*mut c_char, c_int, c_int);
     device_memory = c"cuDeviceTotalMem_v2" (*mut usize, c_int);
+    device_bus = c"cuDeviceGetPCIBusId" (*mut c_char, c_int, c_int);
     device_attribute = c"cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
     retain = c"cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
     release = c"cuDevicePrimaryCtxRelease_v2" (c_int);
@@ -156,6 +163,7 @@ functions! {
     stream_create = c"cuStreamCreate" (*mut Handle, c_uint);
     stream_destroy = c"cuStreamDestroy_v2" (Handle);
     stream_finish = c"cuStreamSynchronize" (Handle);
+    stream_query = c"cuStreamQuery" (Handle);
     stream_wait = c"cuStreamWaitEvent" (Handle, Handle, c_uint);
     event_create = c"cuEventCreate" (*mut Handle, c_uint);
     event_destroy = c"cuEventDestroy_v2" (Handle);
@@ -200,6 +208,8 @@ pub struct Card {
     pub memory: u64,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
+    /// Where it is plugged in: `0000:3b:00.0`.
+    pub bus: String,
 }
 
 impl Card {
@@ -324,12 +334,17 @@ impl Driver {
             let code = unsafe { (functions.device_attribute)(&mut value, which, device) };
             self.check("cuDeviceGetAttribute", code).map(|()| value.unsigned_abs())
         };
-        name[255] = 0;
-        // SAFETY: it ends with a zero within the array.
-        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        let mut bus = [0 as c_char; 256];
+        // SAFETY: at most 256 bytes are written, the last one a zero.
+        self.check("cuDeviceGetPCIBusId", unsafe { (functions.device_bus)(bus.as_mut_ptr(), 256, device) })?;
+        let [name, bus] = [name, bus].map(|mut text| {
+            text[255] = 0;
+            // SAFETY: it ends with a zero within the array.
+            unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
+        });
         let capability = 10 * attribute(CAPABILITY_MAJOR)? + attribute(CAPABILITY_MINOR)?;
         let multiprocessors = attribute(MULTIPROCESSORS)?;
-        Ok(Card { index, name, capability, memory: memory as u64, multiprocessors })
+        Ok(Card { index, name, capability, memory: memory as u64, multiprocessors, bus })
     }
 
     /// What makes of a matrix what kernels copy by, where the driver has it.
@@ -350,6 +365,11 @@ impl fmt::Debug for Driver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Driver").field(&self.0.version).finish()
     }
+}
+
+/// Whether a stream has still something to do.
+pub(super) fn is_not_ready(code: Code) -> bool {
+    code == NOT_READY
 }
 
 /// Whether an allocation failed for want of memory.

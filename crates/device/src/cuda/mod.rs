@@ -3,18 +3,20 @@
 //! `driver` is the library and what can go wrong with it, `context` a card in use: memory, streams, events. `programs` has the kernels
 //! compiled. `lower` says which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles
 //! for its card.
-//! [`Cuda`] puts these together. What the card cannot do yet is an error of the plan: `missing`.
+//! [`Cuda`] puts these together. `nccl` sends from card to card. What the card cannot do yet is an error of the plan: `missing`.
 
 mod context;
 mod device;
 mod driver;
 mod host;
 mod lower;
+mod nccl;
 mod programs;
 mod tables;
 
 pub use device::{Cuda, OpenCard};
 pub use driver::{Card, CudaError, Driver, LEAST_CAPABILITY, LEAST_DRIVER};
+pub use nccl::{CardLink, FarMessage, FarSpan, Nccl, UniqueId};
 
 use crate::{DeviceTraits, Op};
 

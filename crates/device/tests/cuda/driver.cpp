@@ -9,12 +9,13 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <unistd.h>
 
 typedef int Code;
 typedef uint64_t Address;
 #define EXPORT extern "C" __attribute__((visibility("default")))
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 100, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 100, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719 };
 
 // ---- what tests set and ask ----
 
@@ -93,6 +94,13 @@ struct Stream {
     uint64_t put = 0, done = 0;
     bool busy = false;
     int failed = OK;
+    // Who asks instead of waiting has somebody else do what there is to do.
+    std::thread asked;
+    bool asking = false;
+
+    ~Stream() {
+        if (asked.joinable()) asked.join();
+    }
 
     void add(std::function<int()> work) {
         std::lock_guard<std::mutex> lock(guard);
@@ -128,6 +136,22 @@ struct Stream {
         }
         return reach(all);
     }
+    int query() {
+        std::unique_lock<std::mutex> lock(guard);
+        if (done == put) return failed;
+        if (!asking) {
+            uint64_t all = put;
+            asking = true;
+            lock.unlock();
+            if (asked.joinable()) asked.join();
+            asked = std::thread([this, all] {
+                reach(all);
+                std::lock_guard<std::mutex> lock(guard);
+                asking = false;
+            });
+        }
+        return NOT_READY;
+    }
 };
 typedef std::shared_ptr<Stream> StreamHandle;
 struct Event {
@@ -151,6 +175,14 @@ EXPORT Code cuStreamDestroy_v2(void* stream) {
 EXPORT Code cuStreamSynchronize(void* stream) {
     CALL;
     return of(stream)->finish();
+}
+EXPORT Code cuStreamQuery(void* stream) {
+    CALL;
+    return of(stream)->query();
+}
+// For other libraries that put work on streams.
+EXPORT void mock_put(void* stream, int (*work)(void*), void* given) {
+    of(stream)->add([work, given] { return work(given); });
 }
 EXPORT Code cuEventCreate(void** out, unsigned) {
     CALL;
@@ -270,17 +302,24 @@ EXPORT Code cuDeviceGetName(char* name, int room, int index) {
     snprintf(name, room, "Mock %d", index);
     return OK;
 }
+EXPORT Code cuDeviceGetPCIBusId(char* bus, int room, int index) {
+    CALL;
+    snprintf(bus, room, "0000:%02x:00.0", index);
+    return OK;
+}
 EXPORT Code cuDeviceTotalMem_v2(size_t* bytes, int) {
     CALL;
     *bytes = machine.memory;
     return OK;
 }
-EXPORT Code cuDeviceGetAttribute(int* value, int attribute, int) {
+EXPORT Code cuDeviceGetAttribute(int* value, int attribute, int index) {
     CALL;
+    // Cards but the first may be of another kind.
+    uint64_t capability = index ? setting("MOCK_OTHERS", machine.capability) : machine.capability;
     switch (attribute) {
     case 16: *value = 4; break;
-    case 75: *value = (int)machine.capability / 10; break;
-    case 76: *value = (int)machine.capability % 10; break;
+    case 75: *value = (int)capability / 10; break;
+    case 76: *value = (int)capability % 10; break;
     default: *value = 0;
     }
     return OK;

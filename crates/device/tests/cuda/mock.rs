@@ -1,4 +1,4 @@
-//! A driver library without a GPU, made of `driver.cpp`, `on_cpu.h` and the kernels by the system's C++ compiler.
+//! A driver library without a GPU, made of `driver.cpp`, `on_cpu.h` and the kernels by the system's C++ compiler; and NCCL, of `nccl.cpp`.
 //!
 //! Where that cannot be, the reason is printed and what needs it is skipped.
 
@@ -41,18 +41,41 @@ fn make() -> Result<PathBuf, String> {
     (&source, &flags).hash(&mut hasher);
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
     let library = folder.join("libcuda.so.1");
+    compile(&source, &flags, &[], library)
+}
+
+/// NCCL without a GPU, in a folder of its own too, for the driver that there is.
+#[allow(dead_code)]
+pub fn nccl() -> Option<&'static Path> {
+    static MADE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let driver = library()?;
+    let made = MADE.get_or_init(|| {
+        let source = include_str!("nccl.cpp");
+        let mut hasher = DefaultHasher::new();
+        (source, driver).hash(&mut hasher);
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{:016x}", hasher.finish()));
+        let beside = driver.parent()?.display();
+        let with = [format!("-L{beside}"), "-l:libcuda.so.1".to_owned(), format!("-Wl,-rpath,{beside}")];
+        let made = compile(source, &FLAGS, &with, folder.join("libnccl.so.2"));
+        made.inspect_err(|why| eprintln!("skipped, without NCCL: {why}")).ok()
+    });
+    made.as_deref()
+}
+
+fn compile(source: &str, flags: &[&str], with: &[String], library: PathBuf) -> Result<PathBuf, String> {
     if library.exists() {
         return Ok(library);
     }
     // Several tests may make it at the same time.
     let (own, words) = (std::process::id(), |error: std::io::Error| error.to_string());
-    std::fs::create_dir_all(&folder).map_err(words)?;
+    let folder = library.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder).map_err(words)?;
     let (written, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
     std::fs::write(&written, source).map_err(words)?;
-    let compiled = Command::new("c++").args(flags).arg("-o").arg(&made).arg(&written).output();
+    let compiled = Command::new("c++").args(flags).arg("-o").arg(&made).arg(&written).args(with).output();
     let compiled = compiled.map_err(|error| format!("no C++ compiler: {error}"))?;
     if !compiled.status.success() {
-        panic!("the kernels do not compile:\n{}", String::from_utf8_lossy(&compiled.stderr));
+        panic!("{} does not compile:\n{}", library.display(), String::from_utf8_lossy(&compiled.stderr));
     }
     std::fs::rename(&made, &library).map_err(words)?;
     Ok(library)
