@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use plimsoll_device::cuda::{
-    CardLink, Driver, FarMessage, LEAST_DRIVER, Nccl, OpenCard, SHARED_80, SHARED_90, SOURCES, SOURCES_80,
-    SOURCES_90, UniqueId,
+    CardLink, Driver, FarMessage, LEAST_DRIVER, Nccl, OpenCard, Replays, SHARED_80, SHARED_90, SOURCES,
+    SOURCES_80, SOURCES_90, UniqueId,
 };
 use plimsoll_device::{
     Channels, Compute, Cuda, CudaError, DType, Device, DeviceError, DeviceExt, DeviceTraits, Dry,
@@ -67,6 +67,14 @@ impl Mock {
         get()
     }
 
+    /// What a graph takes of a card.
+    fn graph_bytes(&self, bytes: u64) {
+        type Set = extern "C" fn(u64);
+        // SAFETY: as above.
+        let set: Set = unsafe { self.library.function(c"mock_graph_bytes") }.unwrap();
+        set(bytes);
+    }
+
     fn card(&self) -> Result<std::sync::Arc<OpenCard>, CudaError> {
         OpenCard::new(&Driver::open(self.path)?, 0)
     }
@@ -91,6 +99,17 @@ fn everything(mock: &Mock) -> Result<(), DeviceError> {
     let [x, y] = [0, 1].map(|_| tensor(&device, DType::F32, &[1000]));
     let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     device.write_f32(&x, &values)?;
+    device.run(Elementwise::Cast { x: &x, out: &y, rounding: Rounding::Nearest })?;
+    device.run(Elementwise::Scale { x: &y, factor: 2.0 })?;
+    // What comes again is a graph the second time: of nothing, and back again.
+    for step in 0..4 {
+        let factor = (step + 2) as f32;
+        for _ in 0..6 {
+            device.run(Elementwise::Scale { x: &y, factor })?;
+            device.run(Elementwise::Scale { x: &y, factor: 1.0 / factor })?;
+        }
+        device.finish()?;
+    }
     device.run(Elementwise::Cast { x: &x, out: &y, rounding: Rounding::Nearest })?;
     device.run(Elementwise::Scale { x: &y, factor: 2.0 })?;
     let Lent::Memory(Loan::Far(mut far)) = device.lend(y)? else { panic!("a GPU's memory is far") };
@@ -134,6 +153,62 @@ fn what_is_taken_is_given_back_whatever_fails_and_wherever() {
             }
         }
     }
+}
+
+/// Kernels that come again are begun together, with what differs from step to step; the results are those of kernels one by one.
+#[test]
+fn steps_that_repeat_are_graphs() {
+    let Some(mock) = Mock::new() else { return };
+    let card = mock.card().unwrap();
+    let device = Cuda::new(&card, 1 << 20).unwrap();
+    let x = tensor(&device, DType::F32, &[100]);
+    // A step of 200 kernels: a list that is full, and the rest. The third step has other blocks in it.
+    let step = |device: &Cuda, number: u32| {
+        device.write_f32(&x, &[1.0; 100]).unwrap();
+        for i in 0..200 {
+            if number == 3 && i == 150 {
+                let large = tensor(device, DType::F32, &[1000]);
+                device.run(Elementwise::Fill { out: &large, value: 1.0 }).unwrap();
+            }
+            let factor = if i == 7 { number as f32 } else { 1.0 };
+            device.run(Elementwise::Scale { x: &x, factor }).unwrap();
+        }
+        assert_eq!(device.read_f32(&x).unwrap(), [number as f32; 100]);
+        device.replays()
+    };
+    let one_by_one = step(&device, 1);
+    assert_eq!(one_by_one, Replays { one_by_one: 200, ..Replays::default() });
+    let made = step(&device, 2);
+    assert_eq!(made, Replays { graphs: 2, launched: 2, changed: 0, one_by_one: 200 });
+    let other = step(&device, 3);
+    assert_eq!(other, Replays { graphs: 2, launched: 3, changed: 1, one_by_one: 273 });
+    assert_eq!(step(&device, 4), Replays { launched: 5, changed: 2, ..other });
+    assert_eq!(step(&device, 4), Replays { launched: 7, changed: 2, ..other });
+    // Few kernels are launched one by one, however often they come.
+    for _ in 0..3 {
+        device.run(Elementwise::Fill { out: &x, value: 1.0 }).unwrap();
+        device.finish().unwrap();
+    }
+    assert_eq!(device.replays(), Replays { launched: 7, changed: 2, one_by_one: 276, ..other });
+    drop(device);
+    // Where a graph takes much of the card, there are no more.
+    mock.graph_bytes(5 << 20);
+    let device = Cuda::new(&card, 1 << 20).unwrap();
+    let x = tensor(&device, DType::F32, &[100]);
+    let steps = [1, 2, 3, 4].map(|number| {
+        device.write_f32(&x, &[1.0; 100]).unwrap();
+        for _ in 0..300 {
+            device.run(Elementwise::Scale { x: &x, factor: number as f32 / 2.0 + 0.5 }).unwrap();
+            device.run(Elementwise::Fill { out: &x, value: 1.0 }).unwrap();
+        }
+        assert_eq!(device.read_f32(&x).unwrap(), [1.0; 100]);
+        device.replays()
+    });
+    mock.graph_bytes(64 << 10);
+    // Five lists: the second graph is beyond what there may be.
+    assert_eq!(steps[1], Replays { graphs: 1, launched: 2, changed: 0, one_by_one: 600 + 344 });
+    assert_eq!(steps[2], Replays { graphs: 1, launched: 3, changed: 64, one_by_one: 600 + 344 + 472 });
+    assert_eq!(steps[3].graphs, 1);
 }
 
 #[test]

@@ -2,15 +2,13 @@
 //!
 //! Contexts belong to threads: whatever a thread asks of the driver, it enters the context first.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
 use super::driver::{Address, Driver, Handle, is_not_ready, is_out_of_memory};
-use super::lower::{Boxes, Launch, MAP_BYTES};
-use super::programs::Kernels;
+use super::graphs::Ready;
+use super::lower::{Boxes, MAP_BYTES};
 use super::{Card, CudaError};
 
 /// A stream that waits for no other, and an event that measures no time.
@@ -201,31 +199,41 @@ impl Stream {
     ///
     /// # Safety
     /// The addresses among the parameters are of memory that is not given back before the stream has come so far.
-    pub unsafe fn launch(&self, kernels: &Kernels, launch: &Launch) -> Result<(), CudaError> {
-        let function = kernels.function(launch.kernel)?;
+    pub unsafe fn launch(&self, ready: &Ready) -> Result<(), CudaError> {
         self.context.enter()?;
-        let at = |start: &u32| launch.parameters.get(*start as usize..).unwrap_or_default().as_ptr();
-        let starts = launch.starts.iter().map(|start| at(start).cast_mut().cast());
-        // The driver knows how many there are; without a GPU, the end is looked for.
-        let mut parameters: SmallVec<[*mut c_void; 25]> = starts.chain([null_mut()]).collect();
-        let [across, down] = launch.blocks;
+        let mut parameters = ready.places();
+        let [across, down] = ready.blocks;
         // SAFETY: the driver copies the parameters, which the caller vouches for, before it returns.
         let code = unsafe {
             (self.context.driver.functions().launch)(
-                function,
+                ready.function as Handle,
                 across,
                 down,
                 1,
-                launch.threads,
+                ready.threads,
                 1,
                 1,
-                launch.shared_bytes,
+                ready.shared_bytes,
                 self.handle,
                 parameters.as_mut_ptr(),
                 null_mut(),
             )
         };
         self.context.driver.check("cuLaunchKernel", code)
+    }
+
+    /// Begins the kernels of a graph that was made executable.
+    ///
+    /// # Safety
+    /// As of `launch`.
+    pub unsafe fn launch_graph(&self, executable: Handle) -> Result<(), CudaError> {
+        let Some(functions) = self.context.driver.graphs() else {
+            return Err(CudaError::DriverTooOld("it lacks cuGraphLaunch".to_owned()));
+        };
+        self.context.enter()?;
+        // SAFETY: the handles are the driver's; the caller vouches for the parameters.
+        let code = unsafe { (functions.launch)(executable, self.handle) };
+        self.context.driver.check("cuGraphLaunch", code)
     }
 }
 

@@ -9,7 +9,8 @@ use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
 
 use super::context::{Allocation, Context, Stream};
 use super::driver::Driver;
-use super::lower::{self, Check, PART_BYTES, Places, WORKSPACE_BYTES};
+use super::graphs::{Graphs, MOST_KERNELS, Ready, Replays};
+use super::lower::{self, Check, Launch, PART_BYTES, Places, WORKSPACE_BYTES};
 use super::programs::{Kernels, Program};
 use super::{
     Card, CudaError, PTX, PTX_80, PTX_90, TENSOR_CORES, WHOLE_TILES, WHOLE_TILES_DRIVER, host, tables,
@@ -113,6 +114,9 @@ impl OpenCard {
 ///
 /// One thread at a time may use it: it is not `Sync`.
 pub struct Cuda {
+    /// Kernels that are to begin, in their order, and what begins them. Graphs go before what they are of.
+    list: RefCell<Vec<Ready>>,
+    graphs: RefCell<Graphs>,
     arena: Arena,
     card: Arc<OpenCard>,
     memory: Arc<Allocation>,
@@ -151,6 +155,8 @@ impl Cuda {
                 outward: Stream::new(context)?,
                 between: Stream::new(context)?,
             }),
+            list: RefCell::default(),
+            graphs: RefCell::new(Graphs::new(context)),
             bounce: RefCell::new(Bounce { memory: host::pinned(context, TRANSFER_BYTES)?, busy: false }),
             checks: RefCell::default(),
             workspace: Cell::default(),
@@ -173,8 +179,28 @@ impl Cuda {
     /// # Errors
     /// A number was no place in its table, or the card failed.
     pub fn finish(&self) -> Result<(), DeviceError> {
+        self.begin()?;
         self.compute.finish()?;
+        self.graphs.borrow_mut().begin_anew();
         self.look_for_faults()
+    }
+
+    /// What became of kernels so far: how many were begun together.
+    pub fn replays(&self) -> Replays {
+        self.graphs.borrow().replays()
+    }
+
+    /// Begins the kernels that are on the list: before anything that has to come behind them.
+    fn begin(&self) -> Result<(), DeviceError> {
+        let mut list = self.list.borrow_mut();
+        if list.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: checks have found all tensors in the arena, which is given back after the stream is done, and so is the workspace; a
+        // block of the arena that is taken anew is used on this stream only after what used it before, and lent after the list was begun.
+        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.compute) };
+        list.clear();
+        Ok(begun?)
     }
 
     fn on_card(&self, block: Arc<Block>, range: Range<u64>) -> OnCard {
@@ -288,12 +314,16 @@ impl Device for Cuda {
                     room.copy_from_slice(&map.0);
                 }
             }
-            // SAFETY: the check has found all tensors in the arena, which is given back after the stream is done, and so is the
-            // workspace; a block of the arena that is taken anew is used on this stream only after what used it before.
-            unsafe { self.compute.launch(&self.card.kernels, &launch)? };
-            self.checks.borrow_mut().extend(launch.check);
+            let Launch { kernel, blocks, threads, shared_bytes, parameters, starts, check, .. } = launch;
+            let function = self.card.kernels.function(kernel)? as usize;
+            let ready = Ready { function, blocks, threads, shared_bytes, parameters, starts };
+            self.list.borrow_mut().push(ready);
+            self.checks.borrow_mut().extend(check);
             Ok(())
         })?;
+        if self.list.borrow().len() >= MOST_KERNELS {
+            self.begin()?;
+        }
         Ok(())
     }
 
@@ -301,6 +331,7 @@ impl Device for Cuda {
         let address = self.address(out, "write")?;
         self.with_bounce("write", out.bytes(), |bytes| {
             fill(bytes);
+            self.begin()?;
             // SAFETY: the buffer is waited for before anybody has it again.
             unsafe { self.compute.copy_in(address, bytes)? };
             Ok(())
@@ -310,6 +341,7 @@ impl Device for Cuda {
     fn read(&self, x: &Tensor, look: &mut dyn FnMut(&[u8])) -> Result<(), DeviceError> {
         let address = self.address(x, "read")?;
         self.with_bounce("read", x.bytes(), |bytes| {
+            self.begin()?;
             // SAFETY: the stream is waited for right after.
             unsafe { self.compute.copy_out(bytes, address)? };
             self.finish()?;
@@ -321,6 +353,7 @@ impl Device for Cuda {
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         let block = tensor.into_lent_block(&self.arena)?;
         // What was begun with the memory comes first.
+        self.begin()?;
         for stream in self.copies.all() {
             stream.wait_for(&self.compute)?;
         }
@@ -331,6 +364,7 @@ impl Device for Cuda {
 
     fn reach(&self, tensor: &Tensor) -> Result<Option<Box<dyn FarMemory>>, DeviceError> {
         self.address(tensor, "reach")?;
+        self.begin()?;
         self.copies.between.wait_for(&self.compute)?;
         Ok(Some(Box::new(self.on_card(tensor.block(), tensor.range()))))
     }

@@ -2,7 +2,7 @@
 //!
 //! Names and numbers: NVIDIA's CUDA Driver API reference, <https://docs.nvidia.com/cuda/cuda-driver-api/>.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -195,6 +195,53 @@ pub(super) type EncodeTiled = unsafe extern "C" fn(
     c_int,
 ) -> Code;
 
+/// A kernel as graphs take it: `CUDA_KERNEL_NODE_PARAMS` of its second version, with which the first one begins.
+#[repr(C)]
+pub(super) struct KernelNode {
+    pub function: Handle,
+    pub blocks: [c_uint; 3],
+    pub threads: [c_uint; 3],
+    pub shared_bytes: c_uint,
+    pub parameters: *mut *mut c_void,
+    pub extra: *mut *mut c_void,
+    /// In the place of the function, and the context where it is not the thread's: null.
+    pub kernel: Handle,
+    pub context: Handle,
+}
+
+/// What graphs are made and launched with.
+pub(super) struct GraphFunctions {
+    pub create: unsafe extern "C" fn(*mut Handle, c_uint) -> Code,
+    pub add: unsafe extern "C" fn(*mut Handle, Handle, *const Handle, usize, *const KernelNode) -> Code,
+    pub instantiate: unsafe extern "C" fn(*mut Handle, Handle, c_ulonglong) -> Code,
+    pub set: unsafe extern "C" fn(Handle, Handle, *const KernelNode) -> Code,
+    pub launch: unsafe extern "C" fn(Handle, Handle) -> Code,
+    pub destroy_executable: unsafe extern "C" fn(Handle) -> Code,
+    pub destroy: unsafe extern "C" fn(Handle) -> Code,
+}
+
+impl GraphFunctions {
+    /// Those of drivers from CUDA 12.0 on take nodes of the second version.
+    fn of(library: &Library) -> Result<GraphFunctions, LibraryError> {
+        // SAFETY: each type is that of the function in the reference, or takes something longer that begins like it.
+        unsafe {
+            Ok(GraphFunctions {
+                create: library.function(c"cuGraphCreate")?,
+                add: library
+                    .function(c"cuGraphAddKernelNode_v2")
+                    .or_else(|_| library.function(c"cuGraphAddKernelNode"))?,
+                instantiate: library.function(c"cuGraphInstantiateWithFlags")?,
+                set: library
+                    .function(c"cuGraphExecKernelNodeSetParams_v2")
+                    .or_else(|_| library.function(c"cuGraphExecKernelNodeSetParams"))?,
+                launch: library.function(c"cuGraphLaunch")?,
+                destroy_executable: library.function(c"cuGraphExecDestroy")?,
+                destroy: library.function(c"cuGraphDestroy")?,
+            })
+        }
+    }
+}
+
 /// A card, as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Card {
@@ -243,6 +290,7 @@ pub struct Driver(Arc<Loaded>);
 struct Loaded {
     functions: Functions,
     encode_tiled: Option<EncodeTiled>,
+    graphs: Option<GraphFunctions>,
     version: u32,
     /// Open as long as its functions are called.
     _library: Library,
@@ -268,6 +316,7 @@ impl Driver {
             Functions::of(&library).map_err(|error| CudaError::DriverTooOld(error.to_string()))?;
         // SAFETY: that is the function's type in the reference.
         let encode_tiled = unsafe { library.function(c"cuTensorMapEncodeTiled") }.ok();
+        let graphs = GraphFunctions::of(&library).ok();
         let (mut version, checked) = (0, |call, code| check(&functions, call, code));
         // SAFETY: writes one number.
         checked("cuDriverGetVersion", unsafe { (functions.version)(&mut version) })?;
@@ -281,7 +330,7 @@ impl Driver {
             NO_DEVICE => return Err(CudaError::NoCard),
             code => check(&functions, "cuInit", code)?,
         }
-        Ok(Driver(Arc::new(Loaded { functions, encode_tiled, version, _library: library })))
+        Ok(Driver(Arc::new(Loaded { functions, encode_tiled, graphs, version, _library: library })))
     }
 
     /// The version of CUDA that the driver is for: 1000 times the major number and 10 times the minor one.
@@ -350,6 +399,11 @@ impl Driver {
     /// What makes of a matrix what kernels copy by, where the driver has it.
     pub(super) fn encode_tiled(&self) -> Option<EncodeTiled> {
         self.0.encode_tiled
+    }
+
+    /// What graphs are made with, where the driver has it.
+    pub(super) fn graphs(&self) -> Option<&GraphFunctions> {
+        self.0.graphs.as_ref()
     }
 
     pub(super) fn functions(&self) -> &Functions {

@@ -1,13 +1,14 @@
 //! NVIDIA GPUs: the third device. It needs nothing but the driver, which is loaded when it is asked for.
 //!
 //! `driver` is the library and what can go wrong with it, `context` a card in use: memory, streams, events. `programs` has the kernels
-//! compiled. `lower` says which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles
+//! compiled, `graphs` begins many at once. `lower` says which kernels an operation is; their sources are CUDA C++ in `kernels/`, shipped as PTX that the driver compiles
 //! for its card.
 //! [`Cuda`] puts these together. `nccl` sends from card to card. What the card cannot do yet is an error of the plan: `missing`.
 
 mod context;
 mod device;
 mod driver;
+mod graphs;
 mod host;
 mod lower;
 mod nccl;
@@ -16,6 +17,7 @@ mod tables;
 
 pub use device::{Cuda, OpenCard};
 pub use driver::{Card, CudaError, Driver, LEAST_CAPABILITY, LEAST_DRIVER};
+pub use graphs::Replays;
 pub use nccl::{CardLink, FarMessage, FarSpan, Nccl, UniqueId};
 
 use crate::{DeviceTraits, Op};

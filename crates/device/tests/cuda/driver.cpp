@@ -38,7 +38,9 @@ static std::map<Address, size_t> allocations;
 static std::set<Address> registered;
 static int64_t live = 0;
 static const uint64_t CONTEXT = 300ull << 20, MODULE = 20ull << 20;
-static int contexts = 0, modules = 0;
+static uint64_t bytes_of_graph = setting("MOCK_GRAPH", 64 << 10);
+static int contexts = 0, modules = 0, executables = 0;
+EXPORT void mock_graph_bytes(uint64_t bytes) { bytes_of_graph = bytes; }
 
 EXPORT void mock_machine(uint64_t cards, uint64_t capability, uint64_t driver, uint64_t memory) {
     machine.cards = cards;
@@ -71,7 +73,7 @@ static void count(int64_t by) {
 }
 
 static uint64_t taken() {
-    uint64_t sum = contexts * CONTEXT + modules * MODULE;
+    uint64_t sum = contexts * CONTEXT + modules * MODULE + executables * bytes_of_graph;
     for (auto& [at, bytes] : allocations) sum += bytes;
     return sum;
 }
@@ -397,25 +399,130 @@ EXPORT Code cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* add
     static_assert(sizeof boxes <= 128);
     return OK;
 }
+// A kernel with its parameters.
+struct Work {
+    on_cpu::Kernel* kernel = nullptr;
+    unsigned blocks[2] = {0, 0}, threads = 0, shared = 0;
+    std::vector<char> parameters;
+
+    Code set(void* function, const unsigned* grid, const unsigned* block, unsigned bytes, void** given) {
+        if (grid[0] == 0 || grid[1] == 0 || grid[2] != 1 || block[0] == 0 || block[1] != 1 || block[2] != 1) return INVALID;
+        if (grid[1] > 65535) return INVALID;
+        kernel = (on_cpu::Kernel*)function;
+        if (bytes > kernel->most_shared) return INVALID;
+        blocks[0] = grid[0];
+        blocks[1] = grid[1];
+        threads = block[0];
+        shared = bytes;
+        // Parameters that the kernel does not have are never meant; behind the last one is none.
+        parameters.assign(kernel->bytes, 0);
+        for (auto& [place, size] : kernel->parameters) {
+            if (!given || !*given) return INVALID;
+            memcpy(parameters.data() + place, *given++, size);
+        }
+        return *given ? INVALID : OK;
+    }
+    int carry_out(uint64_t order) const {
+        uint64_t before = std::exchange(on_cpu::seed, order);
+        std::vector<char> copy = parameters;
+        bool whole = on_cpu::run({blocks[0], blocks[1]}, threads, shared, [&] { kernel->call(copy.data()); });
+        on_cpu::seed = before;
+        return whole ? (int)OK : (int)LAUNCH_FAILED;
+    }
+};
 EXPORT Code cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                            unsigned shared, void* stream, void** parameters, void**) {
     CALL;
-    if (gx == 0 || gy == 0 || gz != 1 || bx == 0 || by != 1 || bz != 1 || gy > 65535) return INVALID;
-    auto* kernel = (on_cpu::Kernel*)function;
-    if (shared > kernel->most_shared) return INVALID;
-    // Parameters that the kernel does not have are never meant; behind the last one is none.
-    std::vector<char> copy(kernel->bytes);
-    for (auto& [place, size] : kernel->parameters) {
-        if (!parameters || !*parameters) return INVALID;
-        memcpy(copy.data() + place, *parameters++, size);
-    }
-    if (*parameters) return INVALID;
+    unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
+    Work work;
+    if (Code code = work.set(function, grid, block, shared, parameters)) return code;
     uint64_t order = on_cpu::seed;
-    of(stream)->add([=] {
-        uint64_t before = std::exchange(on_cpu::seed, order);
-        bool whole = on_cpu::run({gx, gy}, bx, shared, [&] { kernel->call(copy.data()); });
-        on_cpu::seed = before;
-        return whole ? (int)OK : (int)LAUNCH_FAILED;
+    of(stream)->add([=] { return work.carry_out(order); });
+    return OK;
+}
+
+// ---- graphs ----
+
+struct NodeParameters {
+    void* function;
+    unsigned blocks[3], threads[3], shared;
+    void **parameters, **extra;
+    void *kernel, *context;
+};
+struct Graph;
+struct Node {
+    Graph* graph;
+    size_t place;
+};
+struct Graph {
+    std::vector<std::unique_ptr<Node>> nodes;
+    std::vector<Work> works;
+};
+// It keeps a copy of what it was made of, which is set node by node.
+struct Executable {
+    Graph* graph;
+    std::vector<Work> works;
+};
+EXPORT Code cuGraphCreate(void** out, unsigned flags) {
+    CALL;
+    if (flags) return INVALID;
+    *out = new Graph;
+    count(1);
+    return OK;
+}
+EXPORT Code cuGraphDestroy(void* graph) {
+    delete (Graph*)graph;
+    count(-1);
+    return OK;
+}
+EXPORT Code cuGraphAddKernelNode_v2(void** out, void* handle, void* const* before, size_t befores, const NodeParameters* of) {
+    CALL;
+    auto* graph = (Graph*)handle;
+    // Each is behind the one before: what is put on a stream is.
+    if (befores != (graph->nodes.empty() ? 0 : 1) || (befores && before[0] != graph->nodes.back().get())) return INVALID;
+    if (of->extra || of->kernel || of->context) return INVALID;
+    Work work;
+    if (Code code = work.set(of->function, of->blocks, of->threads, of->shared, of->parameters)) return code;
+    graph->works.push_back(work);
+    graph->nodes.emplace_back(new Node{graph, graph->nodes.size()});
+    *out = graph->nodes.back().get();
+    return OK;
+}
+EXPORT Code cuGraphInstantiateWithFlags(void** out, void* handle, unsigned long long flags) {
+    CALL;
+    if (flags) return INVALID;
+    auto* graph = (Graph*)handle;
+    *out = new Executable{graph, graph->works};
+    std::lock_guard<std::mutex> lock(books);
+    live++;
+    executables++;
+    return OK;
+}
+EXPORT Code cuGraphExecDestroy(void* executable) {
+    delete (Executable*)executable;
+    std::lock_guard<std::mutex> lock(books);
+    live--;
+    executables--;
+    return OK;
+}
+EXPORT Code cuGraphExecKernelNodeSetParams_v2(void* handle, void* node, const NodeParameters* of) {
+    CALL;
+    auto* executable = (Executable*)handle;
+    auto* own = (Node*)node;
+    if (own->graph != executable->graph || own->place >= executable->works.size()) return INVALID;
+    Work& work = executable->works[own->place];
+    if (work.kernel != of->function) return INVALID;
+    return work.set(of->function, of->blocks, of->threads, of->shared, of->parameters);
+}
+EXPORT Code cuGraphLaunch(void* executable, void* stream) {
+    CALL;
+    uint64_t order = on_cpu::seed;
+    // What is set later concerns later launches alone.
+    of(stream)->add([works = ((Executable*)executable)->works, order] {
+        for (const Work& work : works) {
+            if (int code = work.carry_out(order)) return code;
+        }
+        return (int)OK;
     });
     return OK;
 }

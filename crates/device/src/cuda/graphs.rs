@@ -1,0 +1,304 @@
+//! CUDA graphs: kernels that come again in the same order are begun by one call.
+//!
+//! A device puts kernels on a list, and begins the list where it is long enough or something else has to come behind it: a copy, a wait.
+//! Lists are known by their number since the device was last read from, and by the kernels in them with their blocks. A step that repeats
+//! gives the same lists. The first time the kernels of a list are launched one by one; when the list comes again it is made a graph; from
+//! then on the graph is launched, after what differs was set in it: learning rates, seeds, positions. So neither the step nor the plan
+//! knows of graphs, and no result depends on them.
+//!
+//! Graphs take memory of a card that no arena has. It is measured, and no more are made once that has come to a bound.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::c_void;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::CudaError;
+use super::context::{Context, Stream};
+use super::driver::{Handle, KernelNode};
+
+/// Kernels of a list, at most: a card has something to do before the next list is there.
+pub(super) const MOST_KERNELS: usize = 128;
+/// Fewer are launched one by one.
+const LEAST_KERNELS: usize = 8;
+/// Kernels of all graphs, at most: each takes one or two kilobytes of the host.
+const MOST_NODES: usize = 16_384;
+/// Lists that are remembered without a graph, at most.
+const MOST_SEEN: usize = 4096;
+/// Bytes of a card that graphs may take: of those that are left for kernels, which need half.
+const GRAPH_BYTES: u64 = 8 << 20;
+
+/// A kernel with all that the driver needs to begin it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Ready {
+    pub function: usize,
+    pub blocks: [u32; 2],
+    pub threads: u32,
+    pub shared_bytes: u32,
+    pub parameters: Vec<u8>,
+    /// Where each parameter begins there.
+    pub starts: SmallVec<[u32; 24]>,
+}
+
+impl Ready {
+    /// Where the parameters are. The driver knows how many there are; without a GPU, the end is looked for.
+    pub fn places(&self) -> SmallVec<[*mut c_void; 25]> {
+        let at = |start: &u32| self.parameters.get(*start as usize..).unwrap_or_default().as_ptr();
+        let starts = self.starts.iter().map(|start| at(start).cast_mut().cast());
+        starts.chain([null_mut()]).collect()
+    }
+
+    /// Calls with what the driver's functions for nodes take.
+    fn as_node<T>(&self, call: impl FnOnce(&KernelNode) -> T) -> T {
+        let mut places = self.places();
+        let [across, down] = self.blocks;
+        call(&KernelNode {
+            function: self.function as Handle,
+            blocks: [across, down, 1],
+            threads: [self.threads, 1, 1],
+            shared_bytes: self.shared_bytes,
+            parameters: places.as_mut_ptr(),
+            extra: null_mut(),
+            kernel: null_mut(),
+            context: null_mut(),
+        })
+    }
+
+    /// Whether it is the same kernel over the same blocks, whatever its parameters are.
+    fn is_like(&self, other: &Ready) -> bool {
+        self.function == other.function
+            && self.blocks == other.blocks
+            && self.threads == other.threads
+            && self.shared_bytes == other.shared_bytes
+            && self.starts == other.starts
+            && self.parameters.len() == other.parameters.len()
+    }
+}
+
+/// What became of lists so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Replays {
+    /// Graphs that there are.
+    pub graphs: u64,
+    /// How often one was launched.
+    pub launched: u64,
+    /// Kernels that were set anew before that.
+    pub changed: u64,
+    /// Kernels that were launched one by one.
+    pub one_by_one: u64,
+}
+
+/// What a list is known by: its number, and which kernels are in it.
+type Name = (u32, u64);
+
+/// The kernels of a list with their blocks, whatever their parameters are, as a number.
+fn kinds_of(list: &[Ready]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for Ready { function, blocks, threads, shared_bytes, starts, .. } in list {
+        (function, blocks, threads, shared_bytes, starts).hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+/// The graphs of a device.
+pub(super) struct Graphs {
+    context: Arc<Context>,
+    known: HashMap<Name, Graph>,
+    /// Lists that came once.
+    seen: HashSet<Name>,
+    /// Lists since the device was last read from.
+    number: u32,
+    /// Bytes of the card that graphs took.
+    bytes: u64,
+    /// Whether no more are made.
+    full: bool,
+    replays: Replays,
+}
+
+impl Graphs {
+    pub fn new(context: &Arc<Context>) -> Graphs {
+        Graphs {
+            context: Arc::clone(context),
+            known: HashMap::new(),
+            seen: HashSet::new(),
+            number: 0,
+            bytes: 0,
+            full: false,
+            replays: Replays::default(),
+        }
+    }
+
+    /// What became of lists so far.
+    pub fn replays(&self) -> Replays {
+        Replays { graphs: self.known.len() as u64, ..self.replays }
+    }
+
+    /// The next list is the first of a step.
+    pub fn begin_anew(&mut self) {
+        self.number = 0;
+    }
+
+    /// Begins a list.
+    ///
+    /// # Safety
+    /// The addresses among the parameters are of memory that is not given back before the stream has come so far.
+    pub unsafe fn begin(&mut self, list: &[Ready], stream: &Stream) -> Result<(), CudaError> {
+        let name = (self.number, kinds_of(list));
+        self.number = self.number.saturating_add(1);
+        // SAFETY: as the caller says.
+        let is_begun = list.len() >= LEAST_KERNELS && unsafe { self.begin_graph(name, list, stream)? };
+        if !is_begun {
+            self.replays.one_by_one += list.len() as u64;
+            for ready in list {
+                // SAFETY: as above.
+                unsafe { stream.launch(ready)? };
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches the graph of a list, which is made if the list came before; not without one.
+    ///
+    /// # Safety
+    /// As of `begin`.
+    unsafe fn begin_graph(&mut self, name: Name, list: &[Ready], stream: &Stream) -> Result<bool, CudaError> {
+        let Some(graph) = self.known.get_mut(&name) else {
+            if !self.seen.contains(&name) {
+                if self.seen.len() >= MOST_SEEN {
+                    self.seen.clear();
+                }
+                self.seen.insert(name);
+                return Ok(false);
+            }
+            // SAFETY: as the caller says.
+            return unsafe { self.make(name, list, stream) };
+        };
+        if !graph.is_of(list) {
+            return Ok(false);
+        }
+        match graph.set(list) {
+            Ok(changed) => self.replays.changed += changed,
+            Err(error @ CudaError::Lost { .. }) => return Err(error),
+            Err(_) => {
+                // It is half of this list and half of the one before.
+                self.known.remove(&name);
+                self.full = true;
+                return Ok(false);
+            }
+        }
+        // SAFETY: as the caller says.
+        unsafe { stream.launch_graph(graph.executable)? };
+        self.replays.launched += 1;
+        Ok(true)
+    }
+
+    /// Makes a graph of a list and launches it, if there is room for one more.
+    ///
+    /// # Safety
+    /// As of `begin`.
+    unsafe fn make(&mut self, name: Name, list: &[Ready], stream: &Stream) -> Result<bool, CudaError> {
+        let nodes: usize = self.known.values().map(|graph| graph.list.len()).sum();
+        if self.full || nodes + list.len() > MOST_NODES {
+            return Ok(false);
+        }
+        let (before, _) = self.context.memory()?;
+        let graph = match Graph::new(&self.context, list) {
+            Ok(Some(graph)) => graph,
+            Err(error @ CudaError::Lost { .. }) => return Err(error),
+            // A driver without graphs, or one that has no room for this one.
+            Ok(None) | Err(_) => {
+                self.full = true;
+                return Ok(false);
+            }
+        };
+        // SAFETY: as the caller says.
+        unsafe { stream.launch_graph(graph.executable)? };
+        self.replays.launched += 1;
+        let (after, _) = self.context.memory()?;
+        self.bytes = self.bytes.saturating_add(before.saturating_sub(after));
+        self.full |= self.bytes > GRAPH_BYTES;
+        if !self.full {
+            self.known.insert(name, graph);
+        }
+        Ok(true)
+    }
+}
+
+/// A graph of the kernels of a list, one behind the other.
+struct Graph {
+    context: Arc<Context>,
+    handle: Handle,
+    executable: Handle,
+    nodes: Vec<Handle>,
+    /// What was set last.
+    list: Vec<Ready>,
+}
+
+impl Graph {
+    /// Makes one; `None` with a driver that has no graphs.
+    fn new(context: &Arc<Context>, list: &[Ready]) -> Result<Option<Graph>, CudaError> {
+        let driver = &context.driver;
+        let Some(functions) = driver.graphs() else { return Ok(None) };
+        let mut handle = null_mut();
+        context.enter()?;
+        // SAFETY: writes one handle; flags have to be 0.
+        driver.check("cuGraphCreate", unsafe { (functions.create)(&mut handle, 0) })?;
+        let (context, executable) = (Arc::clone(context), null_mut());
+        let mut graph = Graph { context, handle, executable, nodes: Vec::new(), list: list.to_vec() };
+        for ready in list {
+            let (mut node, before) = (null_mut(), graph.nodes.last().copied());
+            let before: &[Handle] = before.as_slice();
+            // SAFETY: writes one handle; the driver copies what the node is of.
+            let code = ready.as_node(|of| unsafe {
+                (functions.add)(&mut node, handle, before.as_ptr(), before.len(), of)
+            });
+            driver.check("cuGraphAddKernelNode", code)?;
+            graph.nodes.push(node);
+        }
+        // SAFETY: writes one handle; no flags.
+        let code = unsafe { (functions.instantiate)(&mut graph.executable, handle, 0) };
+        driver.check("cuGraphInstantiate", code)?;
+        Ok(Some(graph))
+    }
+
+    /// Whether a list has the same kernels over the same blocks.
+    fn is_of(&self, list: &[Ready]) -> bool {
+        self.list.len() == list.len() && self.list.iter().zip(list).all(|(own, other)| own.is_like(other))
+    }
+
+    /// Sets what differs in a list. Gives how many kernels that were.
+    fn set(&mut self, list: &[Ready]) -> Result<u64, CudaError> {
+        let driver = &self.context.driver;
+        let Some(functions) = driver.graphs() else { return Ok(0) };
+        self.context.enter()?;
+        let mut changed = 0;
+        for ((own, ready), node) in self.list.iter_mut().zip(list).zip(&self.nodes) {
+            if own.parameters == ready.parameters {
+                continue;
+            }
+            // SAFETY: the node is of the graph that this is an executable of; the driver copies what it is of.
+            let code = ready.as_node(|of| unsafe { (functions.set)(self.executable, *node, of) });
+            driver.check("cuGraphExecKernelNodeSetParams", code)?;
+            own.parameters.clone_from(&ready.parameters);
+            changed += 1;
+        }
+        Ok(changed)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let Some(functions) = self.context.driver.graphs() else { return };
+        // Where the context cannot be entered, giving back is tried all the same.
+        let _ = self.context.enter();
+        if !self.executable.is_null() {
+            // SAFETY: it was made once. What was launched of it is done all the same.
+            unsafe { (functions.destroy_executable)(self.executable) };
+        }
+        // SAFETY: as above.
+        unsafe { (functions.destroy)(self.handle) };
+    }
+}
