@@ -146,6 +146,27 @@ fn a_card_answers_as_the_cpu_does() {
     }
 }
 
+/// Prompts that share a cache, and tokens that are guessed from the text.
+#[test]
+fn a_card_answers_many_prompts_and_guesses_as_the_cpu_does() {
+    let Some(driver) = mock::library() else { return };
+    let folder = folder();
+    let path = folder.path();
+    ok(path, &["train", "c.yaml"]);
+    std::fs::write(path.join("p.txt"), "wo\nrd word\na\n").unwrap();
+    let fixed = ["generate", "--model", "out", "--max-tokens", "6", "--temperature", "0"];
+    for more in [
+        &["--prompts", "p.txt", "--parallel", "3"][..],
+        &["--prompts", "p.txt", "--parallel", "2", "--kv-cache", "int8"],
+        &["--prompt", "word wo", "--speculative", "lookup"],
+    ] {
+        let given = [&fixed[..], more].concat();
+        let cpu = ok(path, &[&given[..], &["--device", "cpu"]].concat());
+        let card = succeeds(&with_driver(driver, path, &[&given[..], &["--device", "cuda"]].concat(), &[]));
+        assert_eq!(cpu, card, "{more:?}");
+    }
+}
+
 #[test]
 fn a_card_measures_what_the_cpu_does() {
     let Some(driver) = mock::library() else { return };

@@ -335,9 +335,9 @@ impl GenerationRequest<'_> {
         self.paged(settings)
     }
 
-    /// The same with pages for all sequences, where they share any: a card reads no pages.
+    /// The same with pages for all sequences, where they share any.
     fn paged(&self, settings: DecodeSettings) -> DecodeSettings {
-        let shared = settings.sequences > 1 && self.apart.is_none() && settings.cache_tier == Tier::Device;
+        let shared = settings.sequences > 1 && settings.cache_tier == Tier::Device;
         DecodeSettings { pages: shared.then(|| settings.most_pages(self.spec)), ..settings }
     }
 

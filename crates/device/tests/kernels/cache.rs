@@ -1,10 +1,12 @@
 //! Caches of keys and values: what is written into them, and attention that reads them as they are stored.
 
 use plimsoll_device::cpu::{Isa, dequantize};
-use plimsoll_device::{Attention, AttentionShape, Compute, DType, DeviceExt, PagedRun, page_positions};
+use plimsoll_device::{
+    Attention, AttentionShape, Compute, DType, Device, DeviceExt, PagedRun, Tensor, page_positions,
+};
 
 use crate::attention::{decoding_shapes, forward, shape};
-use crate::harness::{Expected, Operand, check_costly, decode, noise, refusal, run};
+use crate::harness::{Expected, Operand, check_costly, decode, noise, refusal, run, run_on_gpu};
 
 const TYPES: [DType; 6] = [DType::F32, DType::Bf16, DType::F16, DType::Q8_0, DType::Q4_0, DType::Q4_1];
 
@@ -208,19 +210,28 @@ fn rows_in_pages_have_the_bits_of_rows_in_a_row() {
             let runs: Vec<PagedRun<'_>> = (0..3)
                 .map(|own| PagedRun { q_len: q_lens[own], kv_len: lengths[own], pages: &pages[own] })
                 .collect();
-            let paged = run(Isa::detect(), 2, &operands, &|cpu, t| {
+            let in_pages = |device: &dyn Device, t: &[Tensor]| {
                 for own in 0..3 {
                     let rows: Vec<u32> = (0..lengths[own]).map(|position| row(own, position)).collect();
                     for part in 0..2 {
                         let (x, cache) = (&t[5 + 2 * own + part], &t[1 + part]);
-                        cpu.run(Attention::WriteRows { x, cache, rows: &rows, head_dim: d })?;
+                        device.run(Attention::WriteRows { x, cache, rows: &rows, head_dim: d })?;
                     }
                 }
                 let (q, k, v, out, lse) = (&t[0], &t[1], &t[2], &t[3], &t[4]);
                 let compute = Compute::F32;
-                cpu.run(Attention::Paged { q, k, v, out, lse, runs: &runs, page, shape: common, compute })
-            })
-            .unwrap();
+                device.run(Attention::Paged { q, k, v, out, lse, runs: &runs, page, shape: common, compute })
+            };
+            let paged = run(Isa::detect(), 2, &operands, &in_pages).unwrap();
+            // Few of the shapes take long on a GPU that is none.
+            let on_gpu = if q_lens[0] < 150 { run_on_gpu(&operands, &in_pages) } else { None };
+            let on_gpu = on_gpu.map(Result::unwrap);
+            for (cpu, gpu) in on_gpu.iter().flat_map(|gpu| paged[3..5].iter().zip(&gpu[3..5])) {
+                let [cpu, gpu] = [cpu, gpu].map(|bytes| decode(DType::F32, bytes));
+                for (cpu, gpu) in cpu.iter().zip(gpu) {
+                    assert!((cpu - gpu).abs() <= 1e-5 * (1.0 + cpu.abs()), "{dtype} {d}: {cpu} and {gpu}");
+                }
+            }
             let (mut first, width) = (0, (heads * d) as usize);
             for own in 0..3 {
                 let [length, q_len] = [lengths[own], q_lens[own]];
@@ -239,14 +250,14 @@ fn rows_in_pages_have_the_bits_of_rows_in_a_row() {
                     operands.push(Operand::blocks(dtype, &[length as usize, columns], vec![0; bytes]));
                 }
                 operands.extend(x[own].clone());
-                let alone = run(Isa::detect(), 2, &operands, &|cpu, t| {
+                let apart = |device: &dyn Device, t: &[Tensor]| {
                     for part in 0..2 {
                         let (x, cache) = (&t[5 + part], &t[3 + part]);
-                        cpu.run(Attention::WriteCache { x, cache, first: 0, head_dim: d })?;
+                        device.run(Attention::WriteCache { x, cache, first: 0, head_dim: d })?;
                     }
                     let (q, k, v, out, lse) = (&t[0], &t[3], &t[4], &t[1], &t[2]);
                     let (documents, probabilities, compute) = (None, None, Compute::F32);
-                    cpu.run(Attention::Forward {
+                    device.run(Attention::Forward {
                         q,
                         k,
                         v,
@@ -257,15 +268,19 @@ fn rows_in_pages_have_the_bits_of_rows_in_a_row() {
                         shape: s,
                         compute,
                     })
-                })
-                .unwrap();
-                let at = first * width * 4;
-                assert!(paged[3][at..at + alone[1].len()] == alone[1], "{dtype} {d} {q_lens:?}: {own}");
-                let at = first * heads as usize * 4;
-                assert!(
-                    paged[4][at..at + alone[2].len()] == alone[2],
-                    "{dtype} {d} {q_lens:?}: lse of {own}"
-                );
+                };
+                let alone = run(Isa::detect(), 2, &operands, &apart).unwrap();
+                let gpu =
+                    on_gpu.as_ref().and_then(|paged| Some((paged, run_on_gpu(&operands, &apart)?.unwrap())));
+                for (paged, alone) in [(&paged, alone)].into_iter().chain(gpu) {
+                    let at = first * width * 4;
+                    assert!(paged[3][at..at + alone[1].len()] == alone[1], "{dtype} {d} {q_lens:?}: {own}");
+                    let at = first * heads as usize * 4;
+                    assert!(
+                        paged[4][at..at + alone[2].len()] == alone[2],
+                        "{dtype} {d} {q_lens:?}: lse of {own}"
+                    );
+                }
                 first += q_len as usize;
             }
         }

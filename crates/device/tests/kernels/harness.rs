@@ -296,6 +296,11 @@ fn gpu() -> Option<Rc<Gpu>> {
     })
 }
 
+/// What an operation leaves in its operands on a GPU, if one is to be had.
+pub fn run_on_gpu(operands: &[Operand], op: RunOp<'_>) -> Option<Result<Vec<Vec<u8>>, DeviceError>> {
+    gpu().map(|gpu| run_on(&gpu.cuda, operands, op))
+}
+
 /// A number on the device.
 pub fn factor(device: &dyn Device, value: f32) -> Result<Tensor, DeviceError> {
     let factor = device.alloc(DType::F32, &[1], Tag::Workspace, "factor")?;

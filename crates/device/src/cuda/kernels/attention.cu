@@ -13,18 +13,27 @@ __device__ inline float query_value(const Shape& s, View x, u64 batch, u64 i, u6
     return narrowed(s, load_float(x, ((batch * s.q_len + i) * s.heads + head) * s.head_dim + d));
 }
 
-// What the queries have of the keys so far: `running` is read and written where it is given, else results are finished.
-KERNEL(attention, const float* flag, View q, View k, View v, const u32* documents, View out, float* lse, float* probabilities,
-       float* sums, float* mosts, float* totals, Shape s) {
-    SHARED(float, all);
-    if (skipped(flag)) return;
+// A query of a head: its row among scores, its place among queries, and what it may see. Where its keys and values lie in pages, those
+// of its sequence.
+struct Query {
+    u64 batch, kv_head, position, document, row, place;
+    const u32* pages;
+    u64 page;
+};
+
+// Where the head of a key that the query sees begins.
+__device__ inline u64 key_of(const Shape& s, const Query& own, u64 key, u64 columns) {
+    if (!own.pages) return key_place(s, own.batch, key, own.kv_head, columns);
+    u32 number = (u32)key / (u32)own.page, within = (u32)key - number * (u32)own.page;
+    return ((own.pages[number] * own.page + within) * s.kv_heads + own.kv_head) * columns;
+}
+
+// What a query has of the keys so far: `sums` and what is beside them are read and written where they are given, else results are finished.
+__device__ inline void attend(float* all, const Query& own, View q, View k, View v, View out, float* lse, float* probabilities,
+                              float* sums, float* mosts, float* totals, const Shape& s) {
     float *scratch = all, *weights = all + THREADS, *query = weights + TOGETHER;
-    u32 length = (u32)s.q_len, heads = (u32)s.heads;
-    u64 i = blockIdx.x % length, head = blockIdx.x / length % heads, batch = blockIdx.x / length / heads;
-    u64 kv_head = (u32)head / (heads / (u32)s.kv_heads), position = s.kv_len - s.q_len + i;
-    u64 document = documents ? documents[batch * s.q_len + i] : 0;
-    u64 row = (batch * s.heads + head) * s.q_len + i, place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
-    EACH_OF_BLOCK(d, s.head_dim) query[d] = query_value(s, q, batch, i, head, d);
+    u64 position = own.position, document = own.document, row = own.row, place = own.place;
+    EACH_OF_BLOCK(d, s.head_dim) query[d] = narrowed(s, load_float(q, place + d));
     __syncthreads();
     float most = sums ? mosts[row] : -INFINITE, total = sums ? totals[row] : 0.0f, values[PARTS];
     for (u32 part = 0; part < PARTS; part++) {
@@ -41,7 +50,7 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
         bool seen = key >= low && key < end && sees(s, position, key, document);
         float score = -INFINITE;
         if (seen) {
-            u64 at = key_place(s, batch, key, kv_head, s.k_columns);
+            u64 at = key_of(s, own, key, s.k_columns);
             float product = 0.0f;
             for (u64 d = 0; d < s.head_dim; d++) product += query[d] * narrowed(s, load_cached(k, at + d));
             score = score_of(s, product);
@@ -64,7 +73,7 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
             float value = values[part] * less;
             for (u64 t = from; t < to; t++) {
                 if (weights[t] == 0.0f) continue;
-                value += weights[t] * narrowed(s, load_cached(v, key_place(s, batch, tile + t, kv_head, s.v_columns) + d));
+                value += weights[t] * narrowed(s, load_cached(v, key_of(s, own, tile + t, s.v_columns) + d));
             }
             values[part] = value;
         }
@@ -89,13 +98,53 @@ KERNEL(attention, const float* flag, View q, View k, View v, const u32* document
     EACH_OF_BLOCK(key, s.kv_len) {
         float weight = 0.0f;
         if (key >= low && key < end && sees(s, position, key, document)) {
-            u64 at = key_place(s, batch, key, kv_head, s.k_columns);
+            u64 at = key_of(s, own, key, s.k_columns);
             float product = 0.0f;
             for (u64 d = 0; d < s.head_dim; d++) product += query[d] * narrowed(s, load_cached(k, at + d));
             weight = expf(score_of(s, product) - most) / total;
         }
         written[key] = weight;
     }
+}
+
+KERNEL(attention, const float* flag, View q, View k, View v, const u32* documents, View out, float* lse, float* probabilities,
+       float* sums, float* mosts, float* totals, Shape s) {
+    SHARED(float, all);
+    if (skipped(flag)) return;
+    u32 length = (u32)s.q_len, heads = (u32)s.heads;
+    u64 i = blockIdx.x % length, head = blockIdx.x / length % heads, batch = blockIdx.x / length / heads;
+    Query own;
+    own.batch = batch;
+    own.kv_head = (u32)head / (heads / (u32)s.kv_heads);
+    own.position = s.kv_len - s.q_len + i;
+    own.document = documents ? documents[batch * s.q_len + i] : 0;
+    own.row = (batch * s.heads + head) * s.q_len + i;
+    own.place = ((batch * s.q_len + i) * s.heads + head) * s.head_dim;
+    own.pages = 0;
+    own.page = 0;
+    attend(all, own, q, k, v, out, lse, probabilities, sums, mosts, totals, s);
+}
+
+// Of sequences whose keys and values lie in pages. The table has four words of each run: the number of queries up to its end, its own
+// queries, its positions, and where its pages begin in the table.
+KERNEL(attention_paged, const float* flag, View q, View k, View v, View out, float* lse, const u32* table, u64 queries, u64 page,
+       Shape s) {
+    SHARED(float, all);
+    if (skipped(flag)) return;
+    u32 i = blockIdx.x % (u32)queries, head = blockIdx.x / (u32)queries, heads = (u32)s.heads;
+    const u32* run = table;
+    while (i >= run[0]) run += 4;
+    u32 first = run[0] - run[1], within = i - first;
+    Query own;
+    own.batch = 0;
+    own.kv_head = head / (heads / (u32)s.kv_heads);
+    own.position = run[2] - run[1] + within;
+    own.document = 0;
+    own.row = (u64)first * s.heads + (u64)head * run[1] + within;
+    own.place = ((u64)i * s.heads + head) * s.head_dim;
+    own.pages = table + run[3];
+    own.page = page;
+    attend(all, own, q, k, v, out, lse, 0, 0, 0, 0, s);
 }
 
 KERNEL(attention_finish, const float* flag, const float* sums, const float* mosts, const float* totals, View out, float* lse,
@@ -289,21 +338,41 @@ __device__ inline void quantize_block(const float* values, u32 type, u8* out) {
 }
 
 // Row (first + n) % cache_rows of the cache = row n of x; a thread has a block of a head, or an element of a plain type.
+// A block of a head of a row of x, number `at` of all, into row `to` of a cache.
+__device__ inline void cache_block(View x, View cache, u64 at, u64 to, u64 heads, u64 head_dim, u64 blocks, u64 block_bytes) {
+    u64 block = at % blocks, head = at / blocks % heads, row = at / blocks / heads;
+    u64 place = (to * heads + head) * blocks + block, from = (row * heads + head) * head_dim;
+    if (cache.type == F32 || cache.type == BF16 || cache.type == F16) {
+        store(cache, place, load(x, from + block));
+        return;
+    }
+    float values[32];
+    u64 start = block * 32, count = head_dim - start < 32 ? head_dim - start : 32;
+    // What fills up does not widen the range.
+    for (u32 i = 0; i < 32; i++) values[i] = load(x, from + start + (i < count ? i : count - 1));
+    quantize_block(values, cache.type, (u8*)cache.at + place * block_bytes);
+}
+
 KERNEL(write_cache, const float* flag, View x, View cache, u64 rows, u64 cache_rows, u64 first, u64 heads, u64 head_dim,
        u64 blocks, u64 block_bytes) {
     if (skipped(flag)) return;
     EACH(at, rows * heads * blocks) {
-        u64 block = at % blocks, head = at / blocks % heads, row = at / blocks / heads;
-        u64 to = ((first % cache_rows + row) % cache_rows * heads + head) * blocks + block;
-        u64 from = (row * heads + head) * head_dim;
-        if (cache.type == F32 || cache.type == BF16 || cache.type == F16) {
-            store(cache, to, load(x, from + block));
-            continue;
-        }
-        float values[32];
-        u64 start = block * 32, count = head_dim - start < 32 ? head_dim - start : 32;
-        // What fills up does not widen the range.
-        for (u32 i = 0; i < 32; i++) values[i] = load(x, from + start + (i < count ? i : count - 1));
-        quantize_block(values, cache.type, (u8*)cache.at + to * block_bytes);
+        u64 to = (first % cache_rows + at / blocks / heads) % cache_rows;
+        cache_block(x, cache, at, to, heads, head_dim, blocks, block_bytes);
     }
+}
+
+KERNEL(write_rows, const float* flag, View x, View cache, const u32* to, u64 rows, u64 heads, u64 head_dim, u64 blocks,
+       u64 block_bytes) {
+    if (skipped(flag)) return;
+    EACH(at, rows * heads * blocks) cache_block(x, cache, at, to[at / blocks / heads], heads, head_dim, blocks, block_bytes);
+}
+
+// Words of the host's, for kernels that follow.
+struct Words512 {
+    u32 words[512];
+};
+KERNEL(host_words, const float* flag, Words512 from, u64 count, u32* to) {
+    if (skipped(flag)) return;
+    EACH(i, count) to[i] = from.words[i];
 }

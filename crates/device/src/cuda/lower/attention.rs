@@ -3,7 +3,8 @@
 use super::parameters::{Boxes, Emit, View, plain, vector_blocks};
 use crate::cuda::CudaError;
 use crate::{
-    Attention, AttentionShape, Compute, DType, KeyPiece, MAX_HEAD_DIM, PiecedAttention, Running, Sink, Tensor,
+    Attention, AttentionShape, Compute, DType, KeyPiece, MAX_HEAD_DIM, PagedRun, PiecedAttention, Running,
+    Sink, Tensor,
 };
 
 /// Queries or keys that a block takes together: `TOGETHER` of the kernels.
@@ -18,6 +19,8 @@ const WARP: u64 = 32;
 /// Queries that a block has on tensor cores: `QUERIES` of the kernels. For few of them it would mostly multiply zeros.
 const QUERIES: u64 = 128;
 const FEW_QUERIES: u64 = 16;
+/// Words that a kernel is given at once: `Words512` of the kernels.
+const WORDS: usize = 512;
 /// Keys that a block has, and those that are taken together.
 const OWN_KEYS: u64 = 64;
 const KEYS: u64 = 32;
@@ -102,8 +105,10 @@ pub(super) fn whole(op: Attention<'_>, emit: &mut Emit<'_>) -> Result<(), CudaEr
             let results = (Some(out), Some(lse), probabilities);
             forward(emit, Inputs { q, k, v, documents }, results, None, shape)
         }
-        Attention::WriteRows { .. } | Attention::Paged { .. } => {
-            Err(emit.not_yet(Some("keys and values in pages")))
+        Attention::WriteRows { x, cache, rows, head_dim } => write_rows(emit, x, cache, rows, head_dim),
+        Attention::Paged { q, k, v, out, lse, runs, page, shape, compute } => {
+            let shape = Shape::new(shape, [Some(k), Some(v)], compute);
+            paged(emit, Inputs { q, k, v, documents: None }, [out, lse], runs, page, shape)
         }
         Attention::Backward {
             q,
@@ -299,6 +304,47 @@ fn forward(
     emit.launch(kernel.with(shape))
 }
 
+/// One query of one head a block, of all sequences.
+fn paged(
+    emit: &mut Emit<'_>,
+    Inputs { q, k, v, .. }: Inputs<'_>,
+    [out, lse]: [&Tensor; 2],
+    runs: &[PagedRun<'_>],
+    page: u64,
+    shape: Shape,
+) -> Result<(), CudaError> {
+    let (mut queries, mut pages) = (0, 4 * runs.len() as u64);
+    let mut table = Vec::new();
+    for run in runs {
+        queries += run.q_len;
+        table.extend([queries, run.q_len, run.kv_len, pages].map(|number| number as u32));
+        pages += run.pages.len() as u64;
+    }
+    runs.iter().for_each(|run| table.extend(run.pages));
+    if queries * shape.heads == 0 {
+        return Ok(());
+    }
+    put_words(emit, &table)?;
+    let blocks = emit.blocks(queries * shape.heads)?;
+    let kernel = emit.kernel("attention_paged", [blocks, 1]).shared(4 * (2 * TOGETHER + shape.head_dim));
+    let kernel = [q, k, v, out].into_iter().fold(kernel, |kernel, t| kernel.with(emit.view(t)));
+    let kernel = kernel.with(emit.address(lse)).with(emit.workspace(0)).with(queries).with(page);
+    emit.launch(kernel.with(shape))
+}
+
+/// Puts words of the host's at the beginning of the workspace.
+fn put_words(emit: &mut Emit<'_>, words: &[u32]) -> Result<(), CudaError> {
+    emit.needs(4 * words.len() as u64)?;
+    for (part, words) in words.chunks(WORDS).enumerate() {
+        let mut given = [0u32; WORDS];
+        given.iter_mut().zip(words).for_each(|(given, word)| *given = *word);
+        let count = words.len() as u64;
+        let kernel = emit.kernel("host_words", vector_blocks(count)).with(given).with(count);
+        emit.launch(kernel.with(emit.workspace(4 * (part * WORDS) as u64)))?;
+    }
+    Ok(())
+}
+
 fn deltas(emit: &mut Emit<'_>, [out, dout, delta]: [&Tensor; 3], shape: Shape) -> Result<(), CudaError> {
     let kernel = emit.kernel("attention_deltas", vector_blocks(WARP * shape.queries())).with(emit.view(out));
     emit.launch(kernel.with(emit.view(dout)).with(emit.address(delta)).with(shape))
@@ -370,6 +416,22 @@ fn backward(
         emit.launch(kernel.with(u32::from(accumulate)).with(shape))?;
     }
     Ok(())
+}
+
+fn write_rows(
+    emit: &mut Emit<'_>,
+    x: &Tensor,
+    cache: &Tensor,
+    rows: &[u32],
+    head_dim: u64,
+) -> Result<(), CudaError> {
+    let (heads, dtype) = (x.columns() / head_dim.max(1), cache.dtype());
+    let blocks = head_dim.div_ceil(dtype.block_elements());
+    put_words(emit, rows)?;
+    let kernel = emit.kernel("write_rows", vector_blocks(x.rows() * heads * blocks)).with(emit.view(x));
+    let kernel = kernel.with(emit.view(cache)).with(emit.workspace(0));
+    let numbers = [x.rows(), heads, head_dim, blocks, dtype.block_bytes()];
+    emit.launch(numbers.into_iter().fold(kernel, super::Launch::with))
 }
 
 fn write_cache(

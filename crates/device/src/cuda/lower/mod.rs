@@ -24,7 +24,7 @@ use crate::{Op, Tensor};
 use parameters::{Emit, View, vector_blocks};
 
 /// Every kernel, by its name in the sources.
-pub(super) const KERNELS: [&str; 106] = [
+pub(super) const KERNELS: [&str; 109] = [
     "accumulate_all",
     "activate",
     "activate_backward",
@@ -50,6 +50,7 @@ pub(super) const KERNELS: [&str; 106] = [
     "attention_backward_queries",
     "attention_deltas",
     "attention_finish",
+    "attention_paged",
     "attention_sinks",
     "attention_sinks_backward",
     "balance_backward",
@@ -85,6 +86,7 @@ pub(super) const KERNELS: [&str; 106] = [
     "grouped_product",
     "grouped_scale_columns",
     "grouped_weight",
+    "host_words",
     "int8_scales",
     "jitter",
     "largest_magnitude",
@@ -127,6 +129,7 @@ pub(super) const KERNELS: [&str; 106] = [
     "weigh_backward",
     "weighted_bias",
     "write_cache",
+    "write_rows",
     "z_backward",
     "z_loss",
     "zero_factors",
