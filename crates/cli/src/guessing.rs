@@ -90,9 +90,6 @@ impl<'a> Guessing<'a> {
         context: usize,
     ) -> Result<Option<DraftMemory>, Failure> {
         let Guessing::Model(draft) = self else { return Ok(None) };
-        if engine.card.is_some() {
-            return Err(Failure::usage("--draft-model goes with --device cpu"));
-        }
         let context =
             if draft.has_learned_positions() { context.min(draft.trained_context()) } else { context };
         let plan = draft.plan_in_memory(engine, context).map_err(|error| match error {
@@ -100,8 +97,11 @@ impl<'a> Guessing<'a> {
             GenerationPlanError::Step(error) => error.into(),
         })?;
         let bytes = plan.dry_run.peak_bytes();
-        model.make_room(bytes);
         let device = engine.arena(bytes)?;
+        // A card says itself what is taken of it.
+        if engine.card.is_none() {
+            model.make_room(bytes);
+        }
         Ok(Some(DraftMemory { plan, device }))
     }
 

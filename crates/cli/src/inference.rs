@@ -2,15 +2,13 @@
 
 use std::ops::RangeInclusive;
 
-use plimsoll_device::{DType, Device, DeviceTraits, FEW_ROWS};
+use plimsoll_device::{DType, Device, FEW_ROWS};
 use plimsoll_generate::{Batch, Session};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::{Collectives, Communicator};
-use plimsoll_plan::{
-    Apart, GenerationPlan, GenerationPlanError, GenerationRequest, streaming_overhead_bytes,
-};
+use plimsoll_plan::{GenerationPlan, GenerationPlanError, GenerationRequest, streaming_overhead_bytes};
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
@@ -194,8 +192,7 @@ impl<'a> Inference<'a> {
     ) -> Result<(GenerationPlan, PlannedProcess), Failure> {
         let line = engine.line(self.stated);
         let mut room = PlanningRoom::below(line);
-        let apart =
-            engine.card.as_ref().map(|_| Apart { device: DeviceTraits::CUDA, host_room: engine.host_room() });
+        let apart = engine.apart();
         loop {
             // What the tokenizer's building and planning left over is no part of what generation needs.
             release_free_heap();
@@ -290,9 +287,12 @@ impl<'a> Inference<'a> {
         context: usize,
     ) -> Result<GenerationPlan, GenerationPlanError> {
         let types = |p: &Parameter| self.weights.weight_type(p);
+        // A card that does not say what is taken has no room.
+        let overhead = engine.overhead_of_what_computes().unwrap_or(u64::MAX);
         GenerationPlan::resolve(&GenerationRequest {
-            room: engine.line(self.stated).bytes.saturating_sub(engine.overhead_bytes()),
+            room: engine.line(self.stated).bytes.saturating_sub(overhead),
             in_files: None,
+            apart: engine.apart(),
             ..self.request(&types, &(context..=context))
         })
     }
@@ -305,7 +305,8 @@ impl<'a> Inference<'a> {
             Err(GenerationPlanError::Step(error)) => return error.into(),
             Ok(plan) => plan.dry_run.peak_bytes(),
         };
-        let (line, overhead) = (engine.line(self.stated), engine.overhead_bytes());
+        let overhead = engine.overhead_of_what_computes().unwrap_or_else(|_| engine.overhead_bytes());
+        let line = engine.line(self.stated);
         let own = own.saturating_add(self.logits_bytes(1));
         let both = own.saturating_add(guesses);
         Failure::does_not_fit(format!(

@@ -10,7 +10,7 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::Communicator;
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
 use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, Wiring};
+use plimsoll_plan::{Apart, DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, Wiring};
 use plimsoll_step::{Linears, Precision};
 
 use crate::args::ConfigSource;
@@ -213,6 +213,11 @@ impl Engine {
     /// Host memory that a tier below a card may take, or this rank's share of it.
     pub fn host_room(&self) -> u64 {
         card::host_room(self.limits(), self.overhead_bytes())
+    }
+
+    /// What a plan for a card has to know beside its memory; `None` of the CPU.
+    pub fn apart(&self) -> Option<Apart> {
+        self.card.as_ref().map(|_| Apart { device: DeviceTraits::CUDA, host_room: self.host_room() })
     }
 
     /// What this machine can do. It is measured if it never was.

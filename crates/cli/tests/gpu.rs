@@ -159,6 +159,7 @@ fn a_card_answers_many_prompts_and_guesses_as_the_cpu_does() {
         &["--prompts", "p.txt", "--parallel", "3"][..],
         &["--prompts", "p.txt", "--parallel", "2", "--kv-cache", "int8"],
         &["--prompt", "word wo", "--speculative", "lookup"],
+        &["--prompt", "word wo", "--draft-model", "out"],
     ] {
         let given = [&fixed[..], more].concat();
         let cpu = ok(path, &[&given[..], &["--device", "cpu"]].concat());

@@ -34,6 +34,8 @@ pub struct OpenCard {
     /// Whether there are the kernels that multiply whole tiles.
     whole_tiles: bool,
     beside: Allocation,
+    /// What devices on this card compute by, one operation of any of them behind the other: they have one workspace.
+    compute: Stream,
     /// Bytes of the workspace, and those that operands are rounded in for whole tiles.
     workspace_bytes: u64,
     part_bytes: u64,
@@ -70,11 +72,11 @@ impl OpenCard {
         let part_bytes = if whole_tiles { part_bytes } else { 0 };
         let workspace_bytes = WORKSPACE_BYTES.max(part_bytes).next_multiple_of(FAULT_BYTES);
         let beside = Allocation::new(&context, workspace_bytes + FAULT_BYTES)?;
-        let (no_fault, stream) = (NO_FAULT.to_ne_bytes(), Stream::new(&context)?);
+        let (no_fault, compute) = (NO_FAULT.to_ne_bytes(), Stream::new(&context)?);
         // SAFETY: nobody writes it before the stream is done.
-        unsafe { stream.copy_in(beside.address + workspace_bytes, &no_fault)? };
-        stream.finish()?;
-        Ok(Arc::new(OpenCard { context, kernels, whole_tiles, beside, workspace_bytes, part_bytes }))
+        unsafe { compute.copy_in(beside.address + workspace_bytes, &no_fault)? };
+        compute.finish()?;
+        Ok(Arc::new(OpenCard { context, kernels, whole_tiles, beside, compute, workspace_bytes, part_bytes }))
     }
 
     /// The card.
@@ -120,7 +122,6 @@ pub struct Cuda {
     arena: Arena,
     card: Arc<OpenCard>,
     memory: Arc<Allocation>,
-    compute: Stream,
     /// For what is lent.
     copies: Arc<Copies>,
     bounce: RefCell<Bounce>,
@@ -149,7 +150,6 @@ impl Cuda {
         Ok(Cuda {
             arena,
             memory: Arc::new(Allocation::new(context, arena_bytes)?),
-            compute: Stream::new(context)?,
             copies: Arc::new(Copies {
                 inward: Stream::new(context)?,
                 outward: Stream::new(context)?,
@@ -180,7 +180,7 @@ impl Cuda {
     /// A number was no place in its table, or the card failed.
     pub fn finish(&self) -> Result<(), DeviceError> {
         self.begin()?;
-        self.compute.finish()?;
+        self.card.compute.finish()?;
         self.graphs.borrow_mut().begin_anew();
         self.look_for_faults()
     }
@@ -198,7 +198,7 @@ impl Cuda {
         }
         // SAFETY: checks have found all tensors in the arena, which is given back after the stream is done, and so is the workspace; a
         // block of the arena that is taken anew is used on this stream only after what used it before, and lent after the list was begun.
-        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.compute) };
+        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.card.compute) };
         list.clear();
         Ok(begun?)
     }
@@ -228,7 +228,7 @@ impl Cuda {
         };
         let mut bounce = self.bounce.try_borrow_mut().map_err(inside)?;
         if bounce.busy {
-            self.compute.finish()?;
+            self.card.compute.finish()?;
             bounce.busy = false;
         }
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -250,16 +250,16 @@ impl Cuda {
         }
         let (address, mut word) = (self.card.fault_address(), [0; 8]);
         // SAFETY: the stream is waited for right after.
-        unsafe { self.compute.copy_out(&mut word, address)? };
-        self.compute.finish()?;
+        unsafe { self.card.compute.copy_out(&mut word, address)? };
+        self.card.compute.finish()?;
         let fault = u64::from_ne_bytes(word);
         if fault == NO_FAULT {
             return Ok(());
         }
         let none = NO_FAULT.to_ne_bytes();
         // SAFETY: as above.
-        unsafe { self.compute.copy_in(address, &none)? };
-        self.compute.finish()?;
+        unsafe { self.card.compute.copy_in(address, &none)? };
+        self.card.compute.finish()?;
         let (number, place) = ((fault >> PLACE_BITS) as usize, fault & ((1 << PLACE_BITS) - 1));
         let (op, reason) = match checks.into_iter().nth(number) {
             Some(Check { op, what, table }) => (op, format!("the {what} at {place} is outside {table}")),
@@ -272,7 +272,7 @@ impl Cuda {
 impl Drop for Cuda {
     fn drop(&mut self) {
         // Nothing is to use the memory after it was given back. Whoever needed to know of an error has read something.
-        let _ = self.compute.finish();
+        let _ = self.card.compute.finish();
     }
 }
 
@@ -333,7 +333,7 @@ impl Device for Cuda {
             fill(bytes);
             self.begin()?;
             // SAFETY: the buffer is waited for before anybody has it again.
-            unsafe { self.compute.copy_in(address, bytes)? };
+            unsafe { self.card.compute.copy_in(address, bytes)? };
             Ok(())
         })
     }
@@ -343,7 +343,7 @@ impl Device for Cuda {
         self.with_bounce("read", x.bytes(), |bytes| {
             self.begin()?;
             // SAFETY: the stream is waited for right after.
-            unsafe { self.compute.copy_out(bytes, address)? };
+            unsafe { self.card.compute.copy_out(bytes, address)? };
             self.finish()?;
             look(bytes);
             Ok(())
@@ -355,7 +355,7 @@ impl Device for Cuda {
         // What was begun with the memory comes first.
         self.begin()?;
         for stream in self.copies.all() {
-            stream.wait_for(&self.compute)?;
+            stream.wait_for(&self.card.compute)?;
         }
         let start = block.offset();
         let range = start..start + block.size();
@@ -365,7 +365,7 @@ impl Device for Cuda {
     fn reach(&self, tensor: &Tensor) -> Result<Option<Box<dyn FarMemory>>, DeviceError> {
         self.address(tensor, "reach")?;
         self.begin()?;
-        self.copies.between.wait_for(&self.compute)?;
+        self.copies.between.wait_for(&self.card.compute)?;
         Ok(Some(Box::new(self.on_card(tensor.block(), tensor.range()))))
     }
 
