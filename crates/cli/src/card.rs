@@ -3,11 +3,13 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use plimsoll_device::cuda::{Card, CardLink, Driver, Nccl, OpenCard, UniqueId};
+use plimsoll_device::cuda::{Card, CardLink, Driver, GRAPH_HOST_BYTES, Nccl, OpenCard, UniqueId};
 use plimsoll_device::{CudaError, DeviceTraits};
 use plimsoll_memory::ByteSize;
 use plimsoll_parallel::{Collectives, Communicator};
-use plimsoll_plan::{Catalogue, DeviceModel, DiskRates, LimitedBy, LoadLine, ProcessLimits, Rates, Wiring};
+use plimsoll_plan::{
+    Catalogue, DeviceModel, DiskRates, LimitedBy, LoadLine, Network, ProcessLimits, Rates, Wiring,
+};
 
 use crate::failure::Failure;
 use crate::output::errln;
@@ -64,7 +66,8 @@ pub struct OfRank {
     pub linked: bool,
 }
 
-/// The card that is to be used; none for the CPU. Each of several ranks has one of its own, and those reach each other.
+/// The card that is to be used; none for the CPU. Each of several ranks has one of its own, and those reach each other. Either all ranks
+/// have one, or none has.
 pub fn open(choice: DeviceChoice, ranks: &dyn Communicator) -> Result<Option<OfRank>, Failure> {
     let first = match choice {
         DeviceChoice::Cpu => return Ok(None),
@@ -72,60 +75,63 @@ pub fn open(choice: DeviceChoice, ranks: &dyn Communicator) -> Result<Option<OfR
         DeviceChoice::Cuda(first) => first,
     };
     let place = if ranks.is_alone() { 0 } else { ranks::place_on_this_machine(ranks)? };
-    let chosen = Driver::load().and_then(|driver| choose(&driver, first, place));
-    // All ranks have cards, or none has.
-    let all = ranks::sum(ranks, f64::from(u8::from(chosen.is_ok())))? as u32 == ranks.size();
-    let (driver, card) = match (chosen, choice) {
-        (Ok(chosen), _) if all => chosen,
-        (Ok(_), DeviceChoice::Auto) => return Ok(None),
-        (Ok(_), _) => {
+    let opened = Driver::load().and_then(|driver| choose(&driver, first, place));
+    let (own, mut fault) = match opened {
+        Ok(card) => (Some(card), None),
+        // No card is what most machines have.
+        Err(CudaError::NoDriver(_) | CudaError::NoCard) if choice == DeviceChoice::Auto => (None, None),
+        Err(error) => (None, Some(error.to_string())),
+    };
+    let mut together = ranks::sum(ranks, f64::from(u8::from(own.is_none())))? == 0.0;
+    if let (Some(card), true, false) = (&own, together, ranks.is_alone()) {
+        fault = are_unlike(ranks, card)?;
+        together = ranks::sum(ranks, f64::from(u8::from(fault.is_some())))? == 0.0;
+    }
+    match (own, fault) {
+        (Some(card), None) if together => {
+            let linked = !ranks.is_alone() && link(ranks, &card)?;
+            Ok(Some(OfRank { card, linked }))
+        }
+        (_, Some(why)) if choice == DeviceChoice::Auto => {
+            errln!("the CPU computes: {why}");
+            Ok(None)
+        }
+        (_, Some(why)) => Err(Failure::other(format!("--device cuda: {why}"))),
+        (_, None) if choice == DeviceChoice::Auto => Ok(None),
+        (_, None) => {
             // What another rank lacks it says itself, and ends all.
             ranks::sum(ranks, 0.0)?;
-            return Ok(None);
+            Ok(None)
         }
-        // No card is what most machines have.
-        (Err(CudaError::NoDriver(_) | CudaError::NoCard), DeviceChoice::Auto) => return Ok(None),
-        (Err(error), DeviceChoice::Auto) => {
-            errln!("the CPU computes: {error}");
-            return Ok(None);
-        }
-        (Err(error), _) => return Err(Failure::other(format!("--device cuda: {error}"))),
-    };
-    if !ranks.is_alone() {
-        are_alike(ranks, &card)?;
     }
-    let opened = OpenCard::new(&driver, card.index);
-    let opened = opened.map_err(|error| Failure::other(format!("--device cuda: {error}")))?;
-    let linked = !ranks.is_alone() && link(ranks, &opened)?;
-    Ok(Some(OfRank { card: opened, linked }))
 }
 
-/// The card of the rank that has this place on its machine. A rank that a launcher lets see but one has that one.
-fn choose(driver: &Driver, first: u32, place: u32) -> Result<(Driver, Card), CudaError> {
+/// The card of the rank that has this place on its machine, open. A rank that a launcher lets see but one has that one.
+fn choose(driver: &Driver, first: u32, place: u32) -> Result<Arc<OpenCard>, CudaError> {
     let alone = driver.cards()?.len() == 1 && first == 0;
-    let card = driver.card(if alone { 0 } else { first.saturating_add(place) })?;
-    Ok((driver.clone(), card))
+    OpenCard::new(driver, if alone { 0 } else { first.saturating_add(place) })
 }
 
-/// Refuses ranks that have the same card, or cards of different kinds.
-fn are_alike(ranks: &dyn Communicator, card: &Card) -> Result<(), Failure> {
+/// Why ranks that have the same card, or cards of different kinds, do not compute together.
+fn are_unlike(ranks: &dyn Communicator, open: &OpenCard) -> Result<Option<String>, Failure> {
+    let card = open.card();
     let same = ranks::beside(ranks, &card.bus)?;
+    let unlike = ranks::first_unlike(ranks, &open.kind())?;
     if same.len() > 1 {
         let ranks: Vec<String> = same.iter().map(usize::to_string).collect();
-        return Err(Failure::usage(format!(
-            "--device cuda: ranks {} have the same card, {} at {}: start as many ranks on a machine as it has cards",
+        return Ok(Some(format!(
+            "ranks {} have the same card, {} at {}: start as many ranks on a machine as it has cards",
             ranks.join(" and "),
             card.name,
             card.bus
         )));
     }
-    let kind = (card.capability, card.multiprocessors);
-    match ranks::first_unlike(ranks, &kind)? {
-        None => Ok(()),
-        Some(other) => Err(Failure::usage(format!(
-            "--device cuda: this rank has {card}, and rank {other} has another kind of card: ranks compute on cards of one kind, or results depend on who computes"
-        ))),
-    }
+    Ok(unlike.map(|other| {
+        format!(
+            "this rank has {card}, and rank {other} has another kind of card or another driver: ranks compute on cards of one kind with one \
+             version of the driver, or results depend on who computes"
+        )
+    }))
 }
 
 /// Has the cards of all ranks reach each other by NCCL, where every rank has it. Else their bytes go by way of the hosts.
@@ -144,7 +150,11 @@ fn link(ranks: &dyn Communicator, card: &Arc<OpenCard>) -> Result<bool, Failure>
             return Ok(false);
         }
     };
-    let failed = |error: CudaError| Failure::other(format!("--device cuda: {error}"));
+    let failed = |error: CudaError| {
+        Failure::other(format!(
+            "--device cuda: {error}; NCCL_DEBUG=WARN has {nccl} say more, and where no rank finds it bytes go by way of the hosts"
+        ))
+    };
     let id = if ranks.rank() == 0 { nccl.unique_id().map_err(failed)?.to_bytes() } else { Vec::new() };
     let id = ranks.broadcast(id).map_err(|error| Failure::other(error.to_string()))?;
     let id = UniqueId::of_bytes(&id).ok_or_else(|| Failure::other("NCCL's id did not arrive"))?;
@@ -167,21 +177,21 @@ pub fn overhead_bytes(card: &OpenCard) -> Result<u64, Failure> {
     Ok(card.taken_bytes().map_err(plimsoll_device::DeviceError::from)?)
 }
 
-/// Host memory that a tier below a card may take: what the machine can give to this process.
+/// Host memory that a tier below a card may take: what the machine can give to this process, but for what graphs are to take.
 pub fn host_room(limits: ProcessLimits, resident: u64) -> u64 {
-    limits.load_line(None).bytes.saturating_sub(resident)
+    limits.load_line(None).bytes.saturating_sub(resident).saturating_sub(GRAPH_HOST_BYTES)
 }
 
 /// How fast a card is: as the catalogue has it, or as its multiprocessors let expect. What goes to other ranks crosses both links to the
-/// host where cards are not `linked`.
-pub fn rates(card: &OpenCard, disk: DiskRates, linked: bool) -> Rates {
+/// host where cards are not `linked`, and the network where only some of the ranks are `here`.
+pub fn rates(card: &OpenCard, disk: DiskRates, linked: bool, [here, all]: [u32; 2]) -> Rates {
     let described = card.card();
     let multiprocessors = u64::from(described.multiprocessors.max(1));
     let known = Catalogue::known().of_driver(&described.name, described.memory, multiprocessors);
-    let rates = match known {
-        Some(known) => known.rates(disk, known.neighbour_link(), None),
-        None => unknown(described, multiprocessors as f64).rates(disk, HOST_LINK, None),
-    };
+    let unknown = unknown(described, multiprocessors as f64);
+    let model = known.unwrap_or(&unknown);
+    let network = (here < all).then(|| Network { rate: model.network_link(), ranks_of_machine: here.max(1) });
+    let rates = model.rates(disk, model.neighbour_link(), network);
     let by_host = rates.wiring.host_link.unwrap_or(HOST_LINK) / 2.0;
     let rank_link = if linked { rates.wiring.rank_link } else { rates.wiring.rank_link.min(by_host) };
     Rates { wiring: Wiring { device: DeviceTraits::CUDA, rank_link, ..rates.wiring }, ..rates }

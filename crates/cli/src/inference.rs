@@ -300,7 +300,9 @@ impl<'a> Inference<'a> {
     /// What is enough for this model beside one that guesses for it and needs so many bytes, which there are not.
     pub fn no_room_with(&self, engine: &Engine, guesses: u64, context: usize) -> Failure {
         let types = |p: &Parameter| self.weights.weight_type(p);
-        let own = match GenerationPlan::resolve(&self.request(&types, &(context..=context))) {
+        let request =
+            GenerationRequest { apart: engine.apart(), ..self.request(&types, &(context..=context)) };
+        let own = match GenerationPlan::resolve(&request) {
             Err(GenerationPlanError::DoesNotFit(error)) => error.needed,
             Err(GenerationPlanError::Step(error)) => return error.into(),
             Ok(plan) => plan.dry_run.peak_bytes(),

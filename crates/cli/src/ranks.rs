@@ -254,6 +254,12 @@ fn host() -> String {
     name.map(|name| name.trim().to_owned()).unwrap_or_default()
 }
 
+/// What tells this machine from others: its system was started once; containers on it may have names of their own.
+fn machine() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.map(|id| id.trim().to_owned()).unwrap_or_else(|_| host())
+}
+
 /// What tells one thing from another, as a number that f64 holds.
 fn fingerprint(what: &impl Hash) -> f64 {
     let mut hasher = DefaultHasher::new();
@@ -263,7 +269,7 @@ fn fingerprint(what: &impl Hash) -> f64 {
 
 /// The ranks of each machine, of those that have `what` alike.
 fn on_each_machine(ranks: &dyn Communicator, what: &impl Hash) -> Result<Vec<Vec<usize>>, Failure> {
-    let own = fingerprint(&(host(), what));
+    let own = fingerprint(&(machine(), what));
     let all = ranks.gather_numbers(&[own]).map_err(|error| Failure::other(error.to_string()))?;
     let mut machines: Vec<(Vec<f64>, Vec<usize>)> = Vec::new();
     for (rank, told) in all.into_iter().enumerate() {

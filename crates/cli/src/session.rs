@@ -126,6 +126,8 @@ pub struct Engine {
     pub card: Option<Arc<OpenCard>>,
     /// Whether that reaches those of other ranks without the hosts.
     linked: bool,
+    /// All ranks there are.
+    all_ranks: u32,
     /// Ranks that share the machine's memory and disk, this one among them.
     ranks: u32,
     /// Those of them that are in its control group.
@@ -164,6 +166,7 @@ impl Engine {
             isa,
             card: None,
             linked: false,
+            all_ranks: 1,
             ranks: 1,
             of_group: 1,
             ahead: false,
@@ -183,7 +186,7 @@ impl Engine {
         let (here, of_group) = (ranks::of_this_machine(ranks)?, ranks::of_this_group(ranks, group)?);
         let opened = card::open(device, ranks)?;
         let (card, linked) = opened.map_or((None, false), |opened| (Some(opened.card), opened.linked));
-        Ok(Engine { card, linked, ranks: here, of_group, ..engine })
+        Ok(Engine { card, linked, all_ranks: ranks.size(), ranks: here, of_group, ..engine })
     }
 
     /// One like that of each of so many ranks that are to share this machine: with its share of the cores.
@@ -271,7 +274,7 @@ impl Engine {
                 let host = self.host_room();
                 let machine = self.machine(config, tokens, Progress::Ready);
                 Ok(Machine {
-                    rates: card::rates(card, machine.rates.disk, self.linked),
+                    rates: card::rates(card, machine.rates.disk, self.linked, [self.ranks, self.all_ranks]),
                     limits: ProcessLimits::NONE,
                     overhead_bytes: card::overhead_bytes(card)?,
                     device_bytes: Some(card.card().memory),

@@ -154,7 +154,13 @@ fn a_card_answers_many_prompts_and_guesses_as_the_cpu_does() {
     let path = folder.path();
     ok(path, &["train", "c.yaml"]);
     std::fs::write(path.join("p.txt"), "wo\nrd word\na\n").unwrap();
-    let fixed = ["generate", "--model", "out", "--max-tokens", "6", "--temperature", "0"];
+    let fixed = ["generate", "--model", "out", "--max-tokens", "6", "--temperature", "0", "--json"];
+    let answers = |said: &str| -> Vec<Value> {
+        // One answer, or a list of them.
+        let document: Value = serde_json::from_str(said).unwrap();
+        let each = document.as_array().cloned().unwrap_or_else(|| vec![document]);
+        each.iter().map(|answer| answer["text"].clone()).collect()
+    };
     for more in [
         &["--prompts", "p.txt", "--parallel", "3"][..],
         &["--prompts", "p.txt", "--parallel", "2", "--kv-cache", "int8"],
@@ -164,6 +170,8 @@ fn a_card_answers_many_prompts_and_guesses_as_the_cpu_does() {
         let given = [&fixed[..], more].concat();
         let cpu = ok(path, &[&given[..], &["--device", "cpu"]].concat());
         let card = succeeds(&with_driver(driver, path, &[&given[..], &["--device", "cuda"]].concat(), &[]));
+        let [cpu, card] = [cpu, card].map(|said| answers(&said));
+        assert!(cpu.iter().all(Value::is_string) && !cpu.is_empty());
         assert_eq!(cpu, card, "{more:?}");
     }
 }

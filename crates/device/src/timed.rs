@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use plimsoll_memory::{Arena, Loan, Phase, Region};
+use plimsoll_memory::{Arena, FarMemory, Loan, Phase, Region};
 
 use crate::{Cost, Device, DeviceError, DeviceTraits, Dry, Due, Lent, Op, Tally, Tensor, Transferred};
 
@@ -127,6 +127,10 @@ impl Device for Timed<'_> {
 
     fn lend(&self, tensor: Tensor) -> Result<Lent, DeviceError> {
         self.device.lend(tensor)
+    }
+
+    fn reach(&self, tensor: &Tensor) -> Result<Option<Box<dyn FarMemory>>, DeviceError> {
+        self.device.reach(tensor)
     }
 
     fn reclaim(&self, memory: Loan) -> Result<Tensor, DeviceError> {

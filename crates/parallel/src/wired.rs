@@ -84,26 +84,28 @@ impl<T: Transport + 'static> Wired<T> {
         self.on_line(|transport| Members::of(transport, members).send_receive(send, receive))?
     }
 
-    /// The same of tensors on cards, without the host.
+    /// The same of tensors on cards, without the host. The other rank does so too, so there is no other way.
     fn by_link(
         &self,
         device: &dyn Device,
         link: &Arc<CardLink>,
         send: Option<(u32, &Tensor)>,
         receive: Option<(u32, &Tensor)>,
-    ) -> Result<bool, CommunicationError> {
+    ) -> Result<(), CommunicationError> {
         let reach = |side: Option<(u32, &Tensor)>| -> Result<_, CommunicationError> {
             let Some((rank, tensor)) = side else { return Ok(None) };
             let rank = match &self.members {
                 Some(members) => *members.get(rank as usize).ok_or(TransportError::NoSuchRank { rank })?,
                 None => rank,
             };
-            Ok(device.reach(tensor)?.map(|far| (rank, far, 0..tensor.bytes())))
+            let unreached = || DeviceError::Mismatch {
+                op: "send_receive",
+                reason: "cards are linked, and this device has no card's memory".to_owned(),
+            };
+            let far = device.reach(tensor)?.ok_or_else(unreached)?;
+            Ok(Some((rank, far, 0..tensor.bytes())))
         };
-        let (asked, send, receive) = ([send.is_some(), receive.is_some()], reach(send)?, reach(receive)?);
-        if [send.is_some(), receive.is_some()] != asked {
-            return Ok(false);
-        }
+        let (send, receive) = (reach(send)?, reach(receive)?);
         self.on_line(move |transport| {
             let message = FarMessage {
                 send: send.as_ref().map(|(rank, far, bytes)| (*rank, (far.as_ref(), bytes.clone()))),
@@ -112,7 +114,7 @@ impl<T: Transport + 'static> Wired<T> {
             link.exchange(&[message], &mut || transport.idle())
         })?
         .map_err(DeviceError::from)?;
-        Ok(true)
+        Ok(())
     }
 
     fn count(&self, sent: Communicated) {
@@ -180,12 +182,12 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
     ) -> Result<(), CommunicationError> {
         let bytes = send.map_or(0, |(_, x)| x.bytes());
         let mut outcome = Ok(());
-        let by_link = match self.link.get() {
-            Some(link) => self.by_link(device, link, send, receive)?,
-            None => false,
-        };
+        if let Some(link) = self.link.get() {
+            self.by_link(device, link, send, receive)?;
+            self.count(Communicated::of(within, bytes));
+            return Ok(());
+        }
         match (send, receive) {
-            _ if by_link => {}
             (Some((to, x)), Some((from, out))) => device.read_and_write(x, out, &mut |x, out| {
                 outcome = self.send_receive_now(Some((to, x)), Some((from, out)));
             })?,

@@ -3,13 +3,13 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use plimsoll_memory::{Arena, Block, CopyError, FarMemory, Loan, Region, Tier};
 
 use super::context::{Allocation, Context, Stream};
 use super::driver::Driver;
-use super::graphs::{Graphs, MOST_KERNELS, Ready, Replays};
+use super::graphs::{GraphRoom, Graphs, MOST_KERNELS, Ready, Replays};
 use super::lower::{self, Check, Launch, PART_BYTES, Places, WORKSPACE_BYTES};
 use super::programs::{Kernels, Program};
 use super::{
@@ -34,8 +34,13 @@ pub struct OpenCard {
     /// Whether there are the kernels that multiply whole tiles.
     whole_tiles: bool,
     beside: Allocation,
-    /// What devices on this card compute by, one operation of any of them behind the other: they have one workspace.
+    /// What devices on this card compute by, one operation of any of them behind the other: they have one workspace, so one thread has
+    /// them all.
     compute: Stream,
+    /// What was checked since somebody looked for faults: there is one word for all devices.
+    checks: Mutex<Vec<Check>>,
+    /// What graphs of all devices may still take.
+    room: GraphRoom,
     /// Bytes of the workspace, and those that operands are rounded in for whole tiles.
     workspace_bytes: u64,
     part_bytes: u64,
@@ -76,7 +81,18 @@ impl OpenCard {
         // SAFETY: nobody writes it before the stream is done.
         unsafe { compute.copy_in(beside.address + workspace_bytes, &no_fault)? };
         compute.finish()?;
-        Ok(Arc::new(OpenCard { context, kernels, whole_tiles, beside, compute, workspace_bytes, part_bytes }))
+        let (checks, room) = (Mutex::default(), GraphRoom::default());
+        Ok(Arc::new(OpenCard {
+            context,
+            kernels,
+            whole_tiles,
+            beside,
+            compute,
+            checks,
+            room,
+            workspace_bytes,
+            part_bytes,
+        }))
     }
 
     /// The card.
@@ -102,6 +118,17 @@ impl OpenCard {
         Ok(total.saturating_sub(free) + self.kernels.bytes_to_come())
     }
 
+    /// What decides which kernels are launched and how they are compiled: results of cards that have it alike are alike.
+    pub fn kind(&self) -> (u32, u32, u32, bool) {
+        let Card { capability, multiprocessors, .. } = self.context.card;
+        (capability, multiprocessors, self.context.driver.version(), self.whole_tiles)
+    }
+
+    fn checks(&self) -> MutexGuard<'_, Vec<Check>> {
+        // Every change is a single one.
+        self.checks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Memory that is there before any arena, with how many bytes it has: nobody may compute on it meanwhile.
     pub(super) fn workspace(&self) -> (u64, u64) {
         (self.beside.address, self.workspace_bytes)
@@ -125,8 +152,6 @@ pub struct Cuda {
     /// For what is lent.
     copies: Arc<Copies>,
     bounce: RefCell<Bounce>,
-    /// What was checked since somebody looked for faults.
-    checks: RefCell<Vec<Check>>,
     workspace: Cell<Workspace>,
 }
 
@@ -158,7 +183,6 @@ impl Cuda {
             list: RefCell::default(),
             graphs: RefCell::new(Graphs::new(context)),
             bounce: RefCell::new(Bounce { memory: host::pinned(context, TRANSFER_BYTES)?, busy: false }),
-            checks: RefCell::default(),
             workspace: Cell::default(),
             card: Arc::clone(card),
         })
@@ -181,7 +205,6 @@ impl Cuda {
     pub fn finish(&self) -> Result<(), DeviceError> {
         self.begin()?;
         self.card.compute.finish()?;
-        self.graphs.borrow_mut().begin_anew();
         self.look_for_faults()
     }
 
@@ -198,7 +221,7 @@ impl Cuda {
         }
         // SAFETY: checks have found all tensors in the arena, which is given back after the stream is done, and so is the workspace; a
         // block of the arena that is taken anew is used on this stream only after what used it before, and lent after the list was begun.
-        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.card.compute) };
+        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.card.compute, &self.card.room) };
         list.clear();
         Ok(begun?)
     }
@@ -244,7 +267,7 @@ impl Cuda {
 
     /// Reads the word where faults are left; all that was begun has been done.
     fn look_for_faults(&self) -> Result<(), DeviceError> {
-        let checks = std::mem::take(&mut *self.checks.borrow_mut());
+        let checks = std::mem::take(&mut *self.card.checks());
         if checks.is_empty() {
             return Ok(());
         }
@@ -292,7 +315,7 @@ impl Device for Cuda {
     fn execute(&self, op: Op<'_>, unless_zero: Option<&Tensor>) -> Result<(), DeviceError> {
         let needed = op.check(&self.arena, unless_zero)?;
         self.workspace.set(self.workspace.get().or(needed));
-        if self.checks.borrow().len() >= MOST_CHECKS {
+        if self.card.checks().len() >= MOST_CHECKS {
             self.finish()?;
         }
         let flag = unless_zero.map(|flag| self.address(flag, op.name())).transpose()?.unwrap_or(0);
@@ -301,7 +324,7 @@ impl Device for Cuda {
             workspace: self.card.beside.address,
             flag,
             fault: self.card.fault_address(),
-            key: (self.checks.borrow().len() as u64) << PLACE_BITS,
+            key: (self.card.checks().len() as u64) << PLACE_BITS,
             capability: self.card().capability,
             whole_tiles: self.card.whole_tiles,
             part_bytes: self.card.part_bytes,
@@ -318,7 +341,7 @@ impl Device for Cuda {
             let function = self.card.kernels.function(kernel)? as usize;
             let ready = Ready { function, blocks, threads, shared_bytes, parameters, starts };
             self.list.borrow_mut().push(ready);
-            self.checks.borrow_mut().extend(check);
+            self.card.checks().extend(check);
             Ok(())
         })?;
         if self.list.borrow().len() >= MOST_KERNELS {
@@ -332,6 +355,8 @@ impl Device for Cuda {
         self.with_bounce("write", out.bytes(), |bytes| {
             fill(bytes);
             self.begin()?;
+            // What is written are tokens, as a rule, and passes begin with them.
+            self.graphs.borrow_mut().begin_anew();
             // SAFETY: the buffer is waited for before anybody has it again.
             unsafe { self.card.compute.copy_in(address, bytes)? };
             Ok(())
@@ -364,8 +389,8 @@ impl Device for Cuda {
 
     fn reach(&self, tensor: &Tensor) -> Result<Option<Box<dyn FarMemory>>, DeviceError> {
         self.address(tensor, "reach")?;
-        self.begin()?;
-        self.copies.between.wait_for(&self.card.compute)?;
+        // Whoever is to have it waits anyway, and nothing is sent that a fault was found in.
+        self.finish()?;
         Ok(Some(Box::new(self.on_card(tensor.block(), tensor.range()))))
     }
 

@@ -1,7 +1,7 @@
 //! CUDA graphs: kernels that come again in the same order are begun by one call.
 //!
 //! A device puts kernels on a list, and begins the list where it is long enough or something else has to come behind it: a copy, a wait.
-//! Lists are known by their number since the device was last read from, and by the kernels in them with their blocks. A step that repeats
+//! Lists are known by their number since something was written to the device, and by the kernels in them with their blocks. A step that repeats
 //! gives the same lists. The first time the kernels of a list are launched one by one; when the list comes again it is made a graph; from
 //! then on the graph is launched, after what differs was set in it: learning rates, seeds, positions. So neither the step nor the plan
 //! knows of graphs, and no result depends on them.
@@ -13,6 +13,8 @@ use std::ffi::c_void;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 
 use smallvec::SmallVec;
 
@@ -24,12 +26,47 @@ use super::driver::{Handle, KernelNode};
 pub(super) const MOST_KERNELS: usize = 128;
 /// Fewer are launched one by one.
 const LEAST_KERNELS: usize = 8;
-/// Kernels of all graphs, at most: each takes one or two kilobytes of the host.
-const MOST_NODES: usize = 16_384;
+/// Kernels of all graphs, at most.
+const MOST_NODES: usize = 8192;
+/// Bytes of the host that these take at most: what the driver has of them, and their parameters.
+pub const GRAPH_HOST_BYTES: u64 = 32 << 20;
 /// Lists that are remembered without a graph, at most.
 const MOST_SEEN: usize = 4096;
 /// Bytes of a card that graphs may take: of those that are left for kernels, which need half.
 const GRAPH_BYTES: u64 = 8 << 20;
+
+/// What graphs of all devices on a card have taken of it.
+#[derive(Debug, Default)]
+pub(super) struct GraphRoom {
+    nodes: AtomicUsize,
+    bytes: AtomicU64,
+    /// The most that one took: the next one may take as much.
+    most: AtomicU64,
+    /// Whether no more are made.
+    full: AtomicBool,
+}
+
+impl GraphRoom {
+    /// Whether there is room for a graph of so many kernels.
+    fn has(&self, kernels: usize) -> bool {
+        let next = self.bytes.load(Relaxed).saturating_add(self.most.load(Relaxed));
+        !self.full.load(Relaxed) && self.nodes.load(Relaxed) + kernels <= MOST_NODES && next <= GRAPH_BYTES
+    }
+
+    fn take(&self, kernels: usize, bytes: u64) {
+        self.nodes.fetch_add(kernels, Relaxed);
+        self.bytes.fetch_add(bytes, Relaxed);
+        self.most.fetch_max(bytes, Relaxed);
+    }
+
+    fn give_back(&self, kernels: usize) {
+        self.nodes.fetch_sub(kernels, Relaxed);
+    }
+
+    fn give_up(&self) {
+        self.full.store(true, Relaxed);
+    }
+}
 
 /// A kernel with all that the driver needs to begin it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,12 +146,8 @@ pub(super) struct Graphs {
     known: HashMap<Name, Graph>,
     /// Lists that came once.
     seen: HashSet<Name>,
-    /// Lists since the device was last read from.
+    /// Lists since something was written to the device.
     number: u32,
-    /// Bytes of the card that graphs took.
-    bytes: u64,
-    /// Whether no more are made.
-    full: bool,
     replays: Replays,
 }
 
@@ -125,8 +158,6 @@ impl Graphs {
             known: HashMap::new(),
             seen: HashSet::new(),
             number: 0,
-            bytes: 0,
-            full: false,
             replays: Replays::default(),
         }
     }
@@ -136,7 +167,7 @@ impl Graphs {
         Replays { graphs: self.known.len() as u64, ..self.replays }
     }
 
-    /// The next list is the first of a step.
+    /// The next list is the first of a pass.
     pub fn begin_anew(&mut self) {
         self.number = 0;
     }
@@ -145,11 +176,16 @@ impl Graphs {
     ///
     /// # Safety
     /// The addresses among the parameters are of memory that is not given back before the stream has come so far.
-    pub unsafe fn begin(&mut self, list: &[Ready], stream: &Stream) -> Result<(), CudaError> {
+    pub unsafe fn begin(
+        &mut self,
+        list: &[Ready],
+        stream: &Stream,
+        room: &GraphRoom,
+    ) -> Result<(), CudaError> {
         let name = (self.number, kinds_of(list));
         self.number = self.number.saturating_add(1);
         // SAFETY: as the caller says.
-        let is_begun = list.len() >= LEAST_KERNELS && unsafe { self.begin_graph(name, list, stream)? };
+        let is_begun = list.len() >= LEAST_KERNELS && unsafe { self.begin_graph(name, list, stream, room)? };
         if !is_begun {
             self.replays.one_by_one += list.len() as u64;
             for ready in list {
@@ -164,7 +200,13 @@ impl Graphs {
     ///
     /// # Safety
     /// As of `begin`.
-    unsafe fn begin_graph(&mut self, name: Name, list: &[Ready], stream: &Stream) -> Result<bool, CudaError> {
+    unsafe fn begin_graph(
+        &mut self,
+        name: Name,
+        list: &[Ready],
+        stream: &Stream,
+        room: &GraphRoom,
+    ) -> Result<bool, CudaError> {
         let Some(graph) = self.known.get_mut(&name) else {
             if !self.seen.contains(&name) {
                 if self.seen.len() >= MOST_SEEN {
@@ -174,7 +216,7 @@ impl Graphs {
                 return Ok(false);
             }
             // SAFETY: as the caller says.
-            return unsafe { self.make(name, list, stream) };
+            return unsafe { self.make(name, list, stream, room) };
         };
         if !graph.is_of(list) {
             return Ok(false);
@@ -185,7 +227,8 @@ impl Graphs {
             Err(_) => {
                 // It is half of this list and half of the one before.
                 self.known.remove(&name);
-                self.full = true;
+                room.give_back(list.len());
+                room.give_up();
                 return Ok(false);
             }
         }
@@ -199,30 +242,39 @@ impl Graphs {
     ///
     /// # Safety
     /// As of `begin`.
-    unsafe fn make(&mut self, name: Name, list: &[Ready], stream: &Stream) -> Result<bool, CudaError> {
-        let nodes: usize = self.known.values().map(|graph| graph.list.len()).sum();
-        if self.full || nodes + list.len() > MOST_NODES {
+    unsafe fn make(
+        &mut self,
+        name: Name,
+        list: &[Ready],
+        stream: &Stream,
+        room: &GraphRoom,
+    ) -> Result<bool, CudaError> {
+        if !room.has(list.len()) {
             return Ok(false);
         }
         let (before, _) = self.context.memory()?;
-        let graph = match Graph::new(&self.context, list) {
+        let launched = Graph::new(&self.context, list).and_then(|graph| match graph {
+            // The first launch may take memory, too.
+            // SAFETY: as the caller says.
+            Some(graph) => unsafe { stream.launch_graph(graph.executable) }.map(|()| Some(graph)),
+            None => Ok(None),
+        });
+        let graph = match launched {
             Ok(Some(graph)) => graph,
             Err(error @ CudaError::Lost { .. }) => return Err(error),
-            // A driver without graphs, or one that has no room for this one.
+            // A driver without graphs, or one that has no room for this one: nothing of it was begun.
             Ok(None) | Err(_) => {
-                self.full = true;
+                room.give_up();
                 return Ok(false);
             }
         };
-        // SAFETY: as the caller says.
-        unsafe { stream.launch_graph(graph.executable)? };
         self.replays.launched += 1;
-        let (after, _) = self.context.memory()?;
-        self.bytes = self.bytes.saturating_add(before.saturating_sub(after));
-        self.full |= self.bytes > GRAPH_BYTES;
-        if !self.full {
-            self.known.insert(name, graph);
+        // Who does not know what it took makes no other.
+        match self.context.memory() {
+            Ok((after, _)) => room.take(list.len(), before.saturating_sub(after)),
+            Err(_) => room.give_up(),
         }
+        self.known.insert(name, graph);
         Ok(true)
     }
 }

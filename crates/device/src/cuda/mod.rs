@@ -17,7 +17,7 @@ mod tables;
 
 pub use device::{Cuda, OpenCard};
 pub use driver::{Card, CudaError, Driver, LEAST_CAPABILITY, LEAST_DRIVER};
-pub use graphs::Replays;
+pub use graphs::{GRAPH_HOST_BYTES, Replays};
 pub use nccl::{CardLink, FarMessage, FarSpan, Nccl, UniqueId};
 
 use crate::{DeviceTraits, Op};

@@ -6,6 +6,7 @@
 use std::any::Any;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
@@ -104,8 +105,8 @@ pub struct Nccl(Arc<Loaded>);
 struct Loaded {
     functions: Functions,
     version: c_int,
-    /// Open as long as its functions are called.
-    _library: Library,
+    /// Never closed: threads of its own may still be in it.
+    _library: ManuallyDrop<Library>,
 }
 
 impl Nccl {
@@ -132,7 +133,7 @@ impl Nccl {
         let mut version = 0;
         // SAFETY: writes one number.
         check(&functions, "ncclGetVersion", unsafe { (functions.version)(&mut version) })?;
-        let nccl = Nccl(Arc::new(Loaded { functions, version, _library: library }));
+        let nccl = Nccl(Arc::new(Loaded { functions, version, _library: ManuallyDrop::new(library) }));
         if version < LEAST_VERSION {
             return Err(CudaError::NoNccl(format!("{nccl} sends and receives nothing, 2.7 does")));
         }

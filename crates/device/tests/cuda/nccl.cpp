@@ -36,6 +36,8 @@ struct Communicator {
     // What a card keeps for each other rank.
     std::vector<uint64_t> buffers;
     std::atomic<bool> left{false};
+    // What was sent, for tests that ask whether it was.
+    std::atomic<uint64_t> sends{0}, bytes{0};
 
     ~Communicator() {
         for (int other = 0; other < size; other++) {
@@ -121,6 +123,12 @@ EXPORT int ncclCommInitRank(void** out, int size, Id id, int rank) {
 static int leave(void* communicator, bool gives_up) {
     Shared own = of(communicator);
     if (gives_up) own->left = true;
+    if (const char* log = getenv("MOCK_NCCL_LOG")) {
+        if (FILE* file = fopen(log, "a")) {
+            fprintf(file, "%d %llu %llu\n", own->rank, (unsigned long long)own->sends, (unsigned long long)own->bytes);
+            fclose(file);
+        }
+    }
     for (int other = 0; other < own->size; other++) {
         if (other == own->rank) continue;
         unlink(pipe_of(own->folder, own->rank, other).c_str());
@@ -206,6 +214,10 @@ static int side(void* bytes, size_t count, int type, int other, void* communicat
     if (stream_of_group && stream_of_group != stream) return INVALID;
     stream_of_group = stream;
     group->own = own;
+    if (write) {
+        own->sends++;
+        own->bytes += count;
+    }
     group->sides.push_back({write ? own->to[other] : own->from[other], (char*)bytes, count, write});
     return OK;
 }

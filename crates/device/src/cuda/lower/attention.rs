@@ -334,7 +334,7 @@ fn paged(
 
 /// Puts words of the host's at the beginning of the workspace.
 fn put_words(emit: &mut Emit<'_>, words: &[u32]) -> Result<(), CudaError> {
-    emit.needs(4 * words.len() as u64)?;
+    emit.needs_for("its rows or pages need more workspace than there is", 4 * words.len() as u64)?;
     for (part, words) in words.chunks(WORDS).enumerate() {
         let mut given = [0u32; WORDS];
         given.iter_mut().zip(words).for_each(|(given, word)| *given = *word);

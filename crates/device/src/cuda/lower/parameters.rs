@@ -282,10 +282,12 @@ impl<'e> Emit<'e> {
 
     /// Refuses to need more of the workspace than there is.
     pub fn needs(&self, bytes: u64) -> Result<(), CudaError> {
-        match bytes <= WORKSPACE_BYTES {
-            true => Ok(()),
-            false => Err(self.not_yet(Some("its partial sums need more workspace than there is"))),
-        }
+        self.needs_for("its partial sums need more workspace than there is", bytes)
+    }
+
+    /// The same with words for what does not fit.
+    pub fn needs_for(&self, reason: &'static str, bytes: u64) -> Result<(), CudaError> {
+        if bytes <= WORKSPACE_BYTES { Ok(()) } else { Err(self.not_yet(Some(reason))) }
     }
 
     /// Has it checked that the numbers are places in a table of so many.
