@@ -19,7 +19,7 @@ use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
 use plimsoll_plan::{ExportFormat, Sought};
 
-use crate::card::DeviceChoice;
+use crate::card::DeviceArgs;
 
 pub use bench::{Bench, BenchArgs, BenchDiskArgs, BenchMemoryArgs, BenchRunArgs, BenchStepArgs};
 pub use chat::ChatArgs;
@@ -372,9 +372,8 @@ pub struct TrainArgs {
     /// Threads of a rank; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: DeviceChoice,
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// Show the run on the whole terminal: curves, memory against the load line, the step, tiers, events. Lines where there is no
     /// terminal
     #[arg(long, conflicts_with = "json")]
@@ -413,9 +412,8 @@ pub struct EvalArgs {
     /// Divide the model's layers among so many ranks of this machine, each a process with its own memory (docs/ranks.md)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub ranks: Option<u32>,
-    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: DeviceChoice,
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

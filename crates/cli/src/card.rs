@@ -3,6 +3,7 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
+use clap::Args;
 use plimsoll_device::cuda::{Card, CardLink, Driver, GRAPH_HOST_BYTES, Nccl, OpenCard, UniqueId};
 use plimsoll_device::{CudaError, DeviceTraits};
 use plimsoll_memory::ByteSize;
@@ -59,6 +60,20 @@ impl FromStr for DeviceChoice {
     }
 }
 
+/// What computes, and how.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct DeviceArgs {
+    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    pub device: DeviceChoice,
+    /// On a card, launch each kernel by itself: no CUDA graphs
+    #[arg(long)]
+    pub no_cuda_graphs: bool,
+    /// Have what ranks send from card to card go by way of the host: no NCCL
+    #[arg(long)]
+    pub no_nccl: bool,
+}
+
 /// The card that a rank computes on.
 pub struct OfRank {
     pub card: Arc<OpenCard>,
@@ -68,7 +83,8 @@ pub struct OfRank {
 
 /// The card that is to be used; none for the CPU. Each of several ranks has one of its own, and those reach each other. Either all ranks
 /// have one, or none has.
-pub fn open(choice: DeviceChoice, ranks: &dyn Communicator) -> Result<Option<OfRank>, Failure> {
+pub fn open(args: DeviceArgs, ranks: &dyn Communicator) -> Result<Option<OfRank>, Failure> {
+    let choice = args.device;
     let first = match choice {
         DeviceChoice::Cpu => return Ok(None),
         DeviceChoice::Auto => 0,
@@ -89,7 +105,10 @@ pub fn open(choice: DeviceChoice, ranks: &dyn Communicator) -> Result<Option<OfR
     }
     match (own, fault) {
         (Some(card), None) if together => {
-            let linked = !ranks.is_alone() && link(ranks, &card)?;
+            if args.no_cuda_graphs {
+                card.make_no_graphs();
+            }
+            let linked = !ranks.is_alone() && !args.no_nccl && link(ranks, &card)?;
             Ok(Some(OfRank { card, linked }))
         }
         (_, Some(why)) if choice == DeviceChoice::Auto => {
@@ -152,7 +171,7 @@ fn link(ranks: &dyn Communicator, card: &Arc<OpenCard>) -> Result<bool, Failure>
     };
     let failed = |error: CudaError| {
         Failure::other(format!(
-            "--device cuda: {error}; NCCL_DEBUG=WARN has {nccl} say more, and where no rank finds it bytes go by way of the hosts"
+            "--device cuda: {error}; NCCL_DEBUG=WARN has {nccl} say more, and with --no-nccl bytes go by way of the hosts"
         ))
     };
     let id = if ranks.rank() == 0 { nccl.unique_id().map_err(failed)?.to_bytes() } else { Vec::new() };

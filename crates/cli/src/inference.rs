@@ -12,7 +12,7 @@ use plimsoll_plan::{GenerationPlan, GenerationPlanError, GenerationRequest, stre
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
-use crate::card::DeviceChoice;
+use crate::card::DeviceArgs;
 use crate::failure::Failure;
 use crate::load_line::{PlannedProcess, PlanningRoom, beside_the_model};
 use crate::ranks::everybody;
@@ -32,7 +32,7 @@ pub struct Inference<'a> {
     cache: Option<DType>,
     /// What the process may take, or has of a card.
     stated: Option<ByteSize>,
-    device: DeviceChoice,
+    device: DeviceArgs,
     threads: Option<usize>,
     /// What `--context` says.
     asked_context: Option<usize>,

@@ -14,7 +14,7 @@ use plimsoll_plan::{Apart, DiskRates, DryRun, LoadLine, Machine, ProcessLimits, 
 use plimsoll_step::{Linears, Precision};
 
 use crate::args::ConfigSource;
-use crate::card::{self, DeviceChoice};
+use crate::card::{self, DeviceArgs};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
 use crate::overhead::{Progress, measured_bytes, overhead_bytes};
@@ -179,7 +179,7 @@ impl Engine {
     pub fn of_rank(
         ranks: &dyn Communicator,
         threads: Option<usize>,
-        device: DeviceChoice,
+        device: DeviceArgs,
     ) -> Result<Engine, Failure> {
         let engine = Engine::start(threads)?;
         let group = engine.hardware.memory.container.as_ref().map(|limit| limit.file.clone());

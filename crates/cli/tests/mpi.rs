@@ -129,6 +129,10 @@ mod over_mpi {
             let more = [&["--ranks", "2"], &more[..]].concat();
             let by_host = trains("by host", &[driver], &more);
             assert!(by_host.contains("by way of the host"), "{by_host}");
+            let asked =
+                trains("asked", &[driver, nccl], &[&more[..], &["--no-nccl", "--no-cuda-graphs"]].concat());
+            assert!(!asked.contains("by way of the host") && !Path::new(&log).exists(), "{asked}");
+            assert!(model(folder, "by host") == model(folder, "asked"), "{name}");
             let by_link = trains("by link", &[driver, nccl], &more);
             assert!(!by_link.contains("by way of the host"), "{by_link}");
             assert!(model(folder, "by host") == model(folder, "by link"), "{name}");
@@ -149,7 +153,7 @@ mod over_mpi {
                 assert!(numbers[1] > 3 && numbers[2] > 1000, "{name}: {line}");
             }
             std::fs::remove_file(&log).unwrap();
-            for out in ["by host", "by link"] {
+            for out in ["by host", "asked", "by link"] {
                 std::fs::remove_dir_all(folder.join(out)).unwrap();
             }
         }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use plimsoll_memory::ByteSize;
 
-use crate::card::DeviceChoice;
+use crate::card::DeviceArgs;
 
 /// More tokens than any model's context.
 const MOST_TOKENS: usize = 1 << 24;
@@ -49,9 +49,8 @@ pub struct InferenceArgs {
     pub memory: Option<ByteSize>,
     #[command(flatten)]
     pub disk: DiskArgs,
-    /// What computes: cpu, cuda or cuda:N, or auto: a card that can be used, if there is one (docs/gpu.md)
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
-    pub device: DeviceChoice,
+    #[command(flatten)]
+    pub device: DeviceArgs,
     /// Threads; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,

@@ -118,6 +118,11 @@ impl OpenCard {
         Ok(total.saturating_sub(free) + self.kernels.bytes_to_come())
     }
 
+    /// From here on each kernel is launched by itself.
+    pub fn make_no_graphs(&self) {
+        self.room.give_up();
+    }
+
     /// What decides which kernels are launched and how they are compiled: results of cards that have it alike are alike.
     pub fn kind(&self) -> (u32, u32, u32, bool) {
         let Card { capability, multiprocessors, .. } = self.context.card;

@@ -63,7 +63,8 @@ impl GraphRoom {
         self.nodes.fetch_sub(kernels, Relaxed);
     }
 
-    fn give_up(&self) {
+    /// From here on no more are made.
+    pub fn give_up(&self) {
         self.full.store(true, Relaxed);
     }
 }
