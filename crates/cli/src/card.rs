@@ -162,8 +162,9 @@ fn link(ranks: &dyn Communicator, card: &Arc<OpenCard>) -> Result<bool, Failure>
         (Ok(nccl), None) => nccl,
         (found, _) => {
             if ranks.rank() == 0 {
-                let why =
-                    found.err().map_or("the ranks have different versions".to_owned(), |e| e.to_string());
+                let other = unlike.unwrap_or_default();
+                let of_other = || format!("rank {other} has another version of NCCL than rank 0, or none");
+                let why = found.err().map_or_else(of_other, |error| error.to_string());
                 errln!("cards reach each other by way of the host, which is slower: {why}");
             }
             return Ok(false);

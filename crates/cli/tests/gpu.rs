@@ -146,6 +146,30 @@ fn a_card_answers_as_the_cpu_does() {
     }
 }
 
+/// A budget of host memory that the machine has not is found before anything is taken.
+#[test]
+fn host_memory_that_is_not_there_is_refused() {
+    let Some(driver) = mock::library() else { return };
+    let folder = folder();
+    let sets = [
+        "training.mixed_precision=f32",
+        "model.from_scratch.hidden_size=1024",
+        "model.from_scratch.intermediate_size=2048",
+        "model.from_scratch.num_hidden_layers=20000",
+        "memory.offload.parameters=host",
+        "memory.offload.gradients=host",
+        "memory.offload.optimizer=host",
+        "memory.offload.activations=host",
+        "memory.host_budget=1000TiB",
+        "memory.device_budget=4GiB",
+    ];
+    let given: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+    let given = [&["train", "c.yaml", "--device", "cuda"], &given[..]].concat();
+    let output = with_driver(driver, folder.path(), &given, &[]);
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("of host memory below their cards"), "{said}");
+}
+
 /// Prompts that share a cache, and tokens that are guessed from the text.
 #[test]
 fn a_card_answers_many_prompts_and_guesses_as_the_cpu_does() {

@@ -6,8 +6,8 @@ use std::path::Path;
 use plimsoll_device::cuda::OpenCard;
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::{Collectives, Communicator};
-use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::{RawConfig, Started};
+use plimsoll_plan::{ProcessLimits, TrainingPlan};
 use plimsoll_report::count;
 use plimsoll_train::{
     CONFIG_FILE, Checkpoint, MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError,
@@ -184,6 +184,17 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
                 ByteSize(free)
             ),
         }));
+    }
+    if engine.card.is_some() {
+        let below = ranks::sum_on_this_machine(ranks, plan.host_bytes())?;
+        if let Some(free) = ProcessLimits::detect().available.filter(|free| below > *free) {
+            return Err(Failure::does_not_fit(format!(
+                "the plans of the ranks here put {} of host memory below their cards, and this machine has only {} free; lower \
+                 memory.host_budget, or put more on disk (memory.offload)",
+                ByteSize(below),
+                ByteSize(free)
+            )));
+        }
     }
     // Nobody begins before everybody has room.
     ranks.gather_numbers(&[]).map_err(TrainError::from)?;
