@@ -98,10 +98,10 @@ pub fn open(args: DeviceArgs, ranks: &dyn Communicator) -> Result<Option<OfRank>
         Err(CudaError::NoDriver(_) | CudaError::NoCard) if choice == DeviceChoice::Auto => (None, None),
         Err(error) => (None, Some(error.to_string())),
     };
-    let mut together = ranks::sum(ranks, f64::from(u8::from(own.is_none())))? == 0.0;
+    let mut together = !ranks::any(ranks, own.is_none())?;
     if let (Some(card), true, false) = (&own, together, ranks.is_alone()) {
         fault = are_unlike(ranks, card)?;
-        together = ranks::sum(ranks, f64::from(u8::from(fault.is_some())))? == 0.0;
+        together = !ranks::any(ranks, fault.is_some())?;
     }
     match (own, fault) {
         (Some(card), None) if together => {
@@ -119,7 +119,7 @@ pub fn open(args: DeviceArgs, ranks: &dyn Communicator) -> Result<Option<OfRank>
         (_, None) if choice == DeviceChoice::Auto => Ok(None),
         (_, None) => {
             // What another rank lacks it says itself, and ends all.
-            ranks::sum(ranks, 0.0)?;
+            ranks::any(ranks, false)?;
             Ok(None)
         }
     }

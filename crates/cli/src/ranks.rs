@@ -327,9 +327,9 @@ pub fn first_unlike(ranks: &dyn Communicator, what: &impl Hash) -> Result<Option
     Ok(all.iter().position(|told| *told != [own]))
 }
 
-/// The sum of a number over all ranks.
-pub fn sum(ranks: &dyn Communicator, value: f64) -> Result<f64, Failure> {
-    ranks.sum(value).map_err(|error| Failure::other(error.to_string()))
+/// Whether something is so on any rank.
+pub fn any(ranks: &dyn Communicator, is_so: bool) -> Result<bool, Failure> {
+    ranks.any(is_so).map_err(|error| Failure::other(error.to_string()))
 }
 
 /// How many of them are on this machine.

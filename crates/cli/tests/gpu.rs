@@ -250,7 +250,7 @@ fn what_is_wrong_with_a_card_is_said() {
     let short = fails(&cuda, &[]);
     assert!(short.contains("the load line is 256.0 MiB"), "{short}");
     let ranks = ["train", "c.yaml", "--device", "cuda", "--ranks", "2"];
-    let refusal = if cfg!(feature = "mpi") { "several ranks" } else { "2 ranks need MPI" };
+    let refusal = if cfg!(feature = "mpi") { "have the same card" } else { "2 ranks need MPI" };
     assert!(fails(&ranks, &[]).contains(refusal));
     // A card that cannot be used is no reason not to train.
     let auto =

@@ -69,6 +69,13 @@ fn ranks_need_the_feature() {
     assert!(said(&output).contains("fall into no groups of 2"), "{}", said(&output));
 }
 
+/// Where the system's loader finds these.
+fn folders_of(libraries: &[&Path]) -> String {
+    let folders: Vec<String> =
+        libraries.iter().map(|library| library.parent().unwrap().display().to_string()).collect();
+    folders.join(":")
+}
+
 /// The same with a driver without a GPU, and NCCL without one if it is there.
 fn train_on_cards(
     folder: &Path,
@@ -77,8 +84,6 @@ fn train_on_cards(
     variables: &[(&str, &str)],
     more: &[&str],
 ) -> Output {
-    let folders: Vec<String> =
-        libraries.iter().map(|library| library.parent().unwrap().display().to_string()).collect();
     let device: &[&str] = if more.contains(&"--device") { &[] } else { &["--device", "cuda"] };
     let short = [
         "--set",
@@ -92,7 +97,7 @@ fn train_on_cards(
     ];
     let card = [device, &short[..]].concat();
     let mut command = train(folder, out, &[&card[..], more].concat());
-    command.env("LD_LIBRARY_PATH", folders.join(":")).envs(variables.iter().copied());
+    command.env("LD_LIBRARY_PATH", folders_of(libraries)).envs(variables.iter().copied());
     command.output().unwrap()
 }
 
@@ -190,11 +195,9 @@ mod over_mpi {
         let folder = folder.path();
         ok(folder, "model", &[]);
         let answers = |libraries: &[&Path], ranks: &[&str]| {
-            let folders: Vec<String> =
-                libraries.iter().map(|library| library.parent().unwrap().display().to_string()).collect();
             let output = Command::new(env!("CARGO_BIN_EXE_plimsoll"))
                 .env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR"))
-                .env("LD_LIBRARY_PATH", folders.join(":"))
+                .env("LD_LIBRARY_PATH", folders_of(libraries))
                 .env("MOCK_CARDS", "2")
                 .current_dir(folder)
                 .args(["generate", "--model", "model", "--prompt", "word3 word10", "--max-tokens", "8"])

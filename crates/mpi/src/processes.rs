@@ -6,8 +6,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::thread::{sleep, yield_now};
-use std::time::{Duration, Instant};
 
 use mpi::environment::Universe;
 use mpi::point_to_point::Status;
@@ -15,15 +13,11 @@ use mpi::request::{Request, Scope, scope};
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Equivalence, Source};
 use mpi::{Count, Threading};
+use plimsoll_memory::Looks;
 use plimsoll_parallel::{Transport, TransportError, Wired};
 
 /// Bytes of a message at most: MPI counts in 32 bits.
 const MESSAGE: usize = 1 << 30;
-
-/// For how long after a message was begun it is looked again at once: most small ones have come by then.
-const AT_ONCE: Duration = Duration::from_micros(100);
-/// How long the thread sleeps between two looks after that.
-const PAUSE: Duration = Duration::from_micros(50);
 
 /// A rank that is a process of its own, on the thread that speaks to the others. MPI ends when it is dropped.
 pub struct Mpi {
@@ -111,7 +105,7 @@ impl Mpi {
         mut send: Option<Request<'m, [u8], S>>,
         mut receive: Option<Request<'m, [u8], S>>,
     ) -> Option<Status> {
-        let (began, mut received) = (Instant::now(), None);
+        let (looks, mut received) = (Looks::begin(), None);
         loop {
             send = send.and_then(|send| send.test().err());
             receive = receive.and_then(|receive| receive.test().map(|status| received = Some(status)).err());
@@ -119,7 +113,7 @@ impl Mpi {
                 return received;
             }
             self.end_if_asked();
-            if began.elapsed() < AT_ONCE { yield_now() } else { sleep(PAUSE) }
+            looks.pause();
         }
     }
 }

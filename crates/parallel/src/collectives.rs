@@ -36,6 +36,14 @@ pub trait Collectives: Communicator {
         Ok(received)
     }
 
+    /// Whether something is so on any rank.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    fn any(&self, is_so: bool) -> Result<bool, CommunicationError> {
+        Ok(self.sum(f64::from(u8::from(is_so)))? > 0.0)
+    }
+
     /// The sum of a number of the host's over all ranks, in the order of the ranks.
     ///
     /// # Errors

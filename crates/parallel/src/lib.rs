@@ -7,8 +7,8 @@
 //!
 //! - [`Solo`]: the only rank there is.
 //! - [`DryRanks`]: a rank of many, without wires. What it would send is counted by the dry device.
-//! - [`Wired`]: a rank whose bytes go by a [`Transport`]; what lies on cards goes by NCCL, where there is a [`CardLink`]. [`ThreadRank`] joins threads of one process, for tests; `Mpi`, of a crate of
-//!   its own, joins processes over the system's MPI.
+//! - [`Wired`]: a rank whose bytes go by a [`Transport`]; what lies on cards goes by NCCL, where there is a [`CardLink`].
+//!   [`ThreadRank`] joins threads of one process, for tests; `Mpi`, of a crate of its own, joins processes over the system's MPI.
 
 #![forbid(unsafe_code)]
 

@@ -1,14 +1,15 @@
 //! A rank whose bytes go by a transport, on a thread of their own: see `exchange`.
 
 use std::cell::{Cell, OnceCell};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Builder;
 
-use plimsoll_device::cuda::{CardLink, FarMessage};
+use plimsoll_device::cuda::{CardLink, FarMessage, FarSpan};
 use plimsoll_device::{Collective, Communicated, Device, DeviceError, Tensor};
-use plimsoll_memory::Worker;
+use plimsoll_memory::{FarMemory, Worker};
 
 use crate::exchange::{Carried, Outgoing};
 use crate::group::{Members, among_all, place_among};
@@ -92,34 +93,39 @@ impl<T: Transport + 'static> Wired<T> {
         send: Option<(u32, &Tensor)>,
         receive: Option<(u32, &Tensor)>,
     ) -> Result<(), CommunicationError> {
-        let reach = |side: Option<(u32, &Tensor)>| -> Result<_, CommunicationError> {
-            let Some((rank, tensor)) = side else { return Ok(None) };
-            let rank = match &self.members {
-                Some(members) => *members.get(rank as usize).ok_or(TransportError::NoSuchRank { rank })?,
-                None => rank,
-            };
-            let unreached = || DeviceError::Mismatch {
-                op: "send_receive",
-                reason: "cards are linked, and this device has no card's memory".to_owned(),
-            };
-            let far = device.reach(tensor)?.ok_or_else(unreached)?;
-            Ok(Some((rank, far, 0..tensor.bytes())))
+        let unreached = || DeviceError::Mismatch {
+            op: "send_receive",
+            reason: "cards are linked, and this device has no card's memory".to_owned(),
         };
-        let (send, receive) = (reach(send)?, reach(receive)?);
+        let reach = |(rank, tensor): (u32, &Tensor)| {
+            let far = device.reach(tensor)?.ok_or_else(unreached)?;
+            Ok::<_, DeviceError>((rank, far, 0..tensor.bytes()))
+        };
+        let (send, receive) = (send.map(reach).transpose()?, receive.map(reach).transpose()?);
+        let members = self.members.as_deref();
         self.on_line(move |transport| {
-            let message = FarMessage {
-                send: send.as_ref().map(|(rank, far, bytes)| (*rank, (far.as_ref(), bytes.clone()))),
-                receive: receive.as_ref().map(|(rank, far, bytes)| (*rank, (far.as_ref(), bytes.clone()))),
-            };
-            link.exchange(&[message], &mut || transport.idle())
+            let ranks = Members::of(transport, members);
+            let message =
+                FarMessage { send: among_all_far(&ranks, &send)?, receive: among_all_far(&ranks, &receive)? };
+            Ok(link.exchange(&[message], &mut || ranks.idle()).map_err(DeviceError::from)?)
         })?
-        .map_err(DeviceError::from)?;
-        Ok(())
     }
 
     fn count(&self, sent: Communicated) {
         self.sent.set(self.sent.get().plus(sent));
     }
+}
+
+/// A side of a message on a card: the other rank, and the bytes.
+type Side = Option<(u32, Box<dyn FarMemory>, Range<u64>)>;
+
+/// The same with the rank's number among all.
+fn among_all_far<'s, T: Transport>(
+    ranks: &Members<'_, T>,
+    side: &'s Side,
+) -> Result<Option<(u32, FarSpan<'s>)>, TransportError> {
+    let Some((rank, far, bytes)) = side else { return Ok(None) };
+    Ok(Some((ranks.member(*rank)?, (far.as_ref(), bytes.clone()))))
 }
 
 impl<T: Transport + 'static> Communicator for Wired<T> {
@@ -182,22 +188,18 @@ impl<T: Transport + 'static> Communicator for Wired<T> {
     ) -> Result<(), CommunicationError> {
         let bytes = send.map_or(0, |(_, x)| x.bytes());
         let mut outcome = Ok(());
-        if let Some(link) = self.link.get() {
-            self.by_link(device, link, send, receive)?;
-            self.count(Communicated::of(within, bytes));
-            return Ok(());
-        }
-        match (send, receive) {
-            (Some((to, x)), Some((from, out))) => device.read_and_write(x, out, &mut |x, out| {
+        match (send, receive, self.link.get()) {
+            (send, receive, Some(link)) => self.by_link(device, link, send, receive)?,
+            (Some((to, x)), Some((from, out)), None) => device.read_and_write(x, out, &mut |x, out| {
                 outcome = self.send_receive_now(Some((to, x)), Some((from, out)));
             })?,
-            (Some((to, x)), None) => {
+            (Some((to, x)), None, None) => {
                 device.read(x, &mut |x| outcome = self.send_receive_now(Some((to, x)), None))?;
             }
-            (None, Some((from, out))) => {
+            (None, Some((from, out)), None) => {
                 device.write(out, &mut |out| outcome = self.send_receive_now(None, Some((from, out))))?;
             }
-            (None, None) => {}
+            (None, None, None) => {}
         }
         self.count(Communicated::of(within, bytes));
         Ok(outcome?)

@@ -103,7 +103,7 @@ impl Connections<'_, '_> {
     fn on_any(&self, here: bool) -> Result<bool, TrainError> {
         match self.ranks.is_alone() {
             true => Ok(here),
-            false => Ok(self.ranks.sum(f64::from(u8::from(here)))? > 0.0),
+            false => Ok(self.ranks.any(here)?),
         }
     }
 

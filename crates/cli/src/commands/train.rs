@@ -150,7 +150,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     }
     // The first rank decides: others may not see what it has written.
     let report = if leads { finished(&prepared, &plan) } else { None };
-    let is_finished = ranks.sum(f64::from(u8::from(report.is_some()))).map_err(TrainError::from)? > 0.0;
+    let is_finished = ranks.any(report.is_some()).map_err(TrainError::from)?;
     match report {
         Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
         Some(_) => outln!(

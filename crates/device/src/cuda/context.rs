@@ -227,9 +227,7 @@ impl Stream {
     /// # Safety
     /// As of `launch`.
     pub unsafe fn launch_graph(&self, executable: Handle) -> Result<(), CudaError> {
-        let Some(functions) = self.context.driver.graphs() else {
-            return Err(CudaError::DriverTooOld("it lacks cuGraphLaunch".to_owned()));
-        };
+        let functions = self.context.driver.graphs()?;
         self.context.enter()?;
         // SAFETY: the handles are the driver's; the caller vouches for the parameters.
         let code = unsafe { (functions.launch)(executable, self.handle) };

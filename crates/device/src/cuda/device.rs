@@ -36,11 +36,11 @@ pub struct OpenCard {
     beside: Allocation,
     /// What devices on this card compute by, one operation of any of them behind the other: they have one workspace, so one thread has
     /// them all.
-    compute: Stream,
+    pub(super) compute: Stream,
     /// What was checked since somebody looked for faults: there is one word for all devices.
     checks: Mutex<Vec<Check>>,
     /// What graphs of all devices may still take.
-    room: GraphRoom,
+    pub(super) room: Arc<GraphRoom>,
     /// Bytes of the workspace, and those that operands are rounded in for whole tiles.
     workspace_bytes: u64,
     part_bytes: u64,
@@ -81,7 +81,7 @@ impl OpenCard {
         // SAFETY: nobody writes it before the stream is done.
         unsafe { compute.copy_in(beside.address + workspace_bytes, &no_fault)? };
         compute.finish()?;
-        let (checks, room) = (Mutex::default(), GraphRoom::default());
+        let (checks, room) = (Mutex::default(), Arc::default());
         Ok(Arc::new(OpenCard {
             context,
             kernels,
@@ -186,7 +186,7 @@ impl Cuda {
                 between: Stream::new(context)?,
             }),
             list: RefCell::default(),
-            graphs: RefCell::new(Graphs::new(context)),
+            graphs: RefCell::default(),
             bounce: RefCell::new(Bounce { memory: host::pinned(context, TRANSFER_BYTES)?, busy: false }),
             workspace: Cell::default(),
             card: Arc::clone(card),
@@ -226,7 +226,7 @@ impl Cuda {
         }
         // SAFETY: checks have found all tensors in the arena, which is given back after the stream is done, and so is the workspace; a
         // block of the arena that is taken anew is used on this stream only after what used it before, and lent after the list was begun.
-        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.card.compute, &self.card.room) };
+        let begun = unsafe { self.graphs.borrow_mut().begin(&list, &self.card) };
         list.clear();
         Ok(begun?)
     }

@@ -125,23 +125,34 @@ impl fmt::Display for Capability {
     }
 }
 
-/// Declares the functions that are called, with their names in the library.
+/// Declares functions of a library that are called, each with its name there, or an older one, and what it gives: a code where nothing
+/// is said.
 macro_rules! functions {
-    ($($function:ident = $name:literal ($($parameter:ty),*);)*) => {
-        pub(super) struct Functions {
-            $(pub $function: unsafe extern "C" fn($($parameter),*) -> Code,)*
+    ($(#[$doc:meta])* $functions:ident {
+        $($function:ident = $name:literal $(or $older:literal)? ($($parameter:ty),*) $(-> $result:ty)?;)*
+    }) => {
+        $(#[$doc])*
+        pub(in crate::cuda) struct $functions {
+            $(pub $function: unsafe extern "C" fn($($parameter),*) -> functions!(@result $($result)?),)*
         }
 
-        impl Functions {
-            fn of(library: &Library) -> Result<Functions, LibraryError> {
+        impl $functions {
+            pub fn of(library: &::plimsoll_memory::Library) -> Result<$functions, ::plimsoll_memory::LibraryError> {
                 // SAFETY: each type is that of the function in the reference.
-                unsafe { Ok(Functions { $($function: library.function($name)?,)* }) }
+                unsafe {
+                    Ok($functions {
+                        $($function: library.function($name)$(.or_else(|_| library.function($older)))??,)*
+                    })
+                }
             }
         }
     };
+    (@result) => { ::std::ffi::c_int };
+    (@result $result:ty) => { $result };
 }
+pub(super) use functions;
 
-functions! {
+functions! { Functions {
     init = c"cuInit" (c_uint);
     version = c"cuDriverGetVersion" (*mut c_int);
     device_count = c"cuDeviceGetCount" (*mut c_int);
@@ -177,7 +188,7 @@ functions! {
         Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void
     );
     error_string = c"cuGetErrorString" (Code, *mut *const c_char);
-}
+} }
 
 /// `cuTensorMapEncodeTiled`, which drivers have from CUDA 12.0 on.
 pub(super) type EncodeTiled = unsafe extern "C" fn(
@@ -209,36 +220,18 @@ pub(super) struct KernelNode {
     pub context: Handle,
 }
 
-/// What graphs are made and launched with.
-pub(super) struct GraphFunctions {
-    pub create: unsafe extern "C" fn(*mut Handle, c_uint) -> Code,
-    pub add: unsafe extern "C" fn(*mut Handle, Handle, *const Handle, usize, *const KernelNode) -> Code,
-    pub instantiate: unsafe extern "C" fn(*mut Handle, Handle, c_ulonglong) -> Code,
-    pub set: unsafe extern "C" fn(Handle, Handle, *const KernelNode) -> Code,
-    pub launch: unsafe extern "C" fn(Handle, Handle) -> Code,
-    pub destroy_executable: unsafe extern "C" fn(Handle) -> Code,
-    pub destroy: unsafe extern "C" fn(Handle) -> Code,
-}
-
-impl GraphFunctions {
-    /// Those of drivers from CUDA 12.0 on take nodes of the second version.
-    fn of(library: &Library) -> Result<GraphFunctions, LibraryError> {
-        // SAFETY: each type is that of the function in the reference, or takes something longer that begins like it.
-        unsafe {
-            Ok(GraphFunctions {
-                create: library.function(c"cuGraphCreate")?,
-                add: library
-                    .function(c"cuGraphAddKernelNode_v2")
-                    .or_else(|_| library.function(c"cuGraphAddKernelNode"))?,
-                instantiate: library.function(c"cuGraphInstantiateWithFlags")?,
-                set: library
-                    .function(c"cuGraphExecKernelNodeSetParams_v2")
-                    .or_else(|_| library.function(c"cuGraphExecKernelNodeSetParams"))?,
-                launch: library.function(c"cuGraphLaunch")?,
-                destroy_executable: library.function(c"cuGraphExecDestroy")?,
-                destroy: library.function(c"cuGraphDestroy")?,
-            })
-        }
+functions! {
+    /// What graphs are made and launched with. Drivers from CUDA 12.0 on take nodes of the second version; older ones take something longer
+    /// that begins like theirs.
+    GraphFunctions {
+        create = c"cuGraphCreate" (*mut Handle, c_uint);
+        add = c"cuGraphAddKernelNode_v2" or c"cuGraphAddKernelNode"
+            (*mut Handle, Handle, *const Handle, usize, *const KernelNode);
+        instantiate = c"cuGraphInstantiateWithFlags" (*mut Handle, Handle, c_ulonglong);
+        set = c"cuGraphExecKernelNodeSetParams_v2" or c"cuGraphExecKernelNodeSetParams" (Handle, Handle, *const KernelNode);
+        launch = c"cuGraphLaunch" (Handle, Handle);
+        destroy_executable = c"cuGraphExecDestroy" (Handle);
+        destroy = c"cuGraphDestroy" (Handle);
     }
 }
 
@@ -290,7 +283,7 @@ pub struct Driver(Arc<Loaded>);
 struct Loaded {
     functions: Functions,
     encode_tiled: Option<EncodeTiled>,
-    graphs: Option<GraphFunctions>,
+    graphs: Result<GraphFunctions, LibraryError>,
     version: u32,
     /// Open as long as its functions are called.
     _library: Library,
@@ -316,7 +309,7 @@ impl Driver {
             Functions::of(&library).map_err(|error| CudaError::DriverTooOld(error.to_string()))?;
         // SAFETY: that is the function's type in the reference.
         let encode_tiled = unsafe { library.function(c"cuTensorMapEncodeTiled") }.ok();
-        let graphs = GraphFunctions::of(&library).ok();
+        let graphs = GraphFunctions::of(&library);
         let (mut version, checked) = (0, |call, code| check(&functions, call, code));
         // SAFETY: writes one number.
         checked("cuDriverGetVersion", unsafe { (functions.version)(&mut version) })?;
@@ -401,9 +394,12 @@ impl Driver {
         self.0.encode_tiled
     }
 
-    /// What graphs are made with, where the driver has it.
-    pub(super) fn graphs(&self) -> Option<&GraphFunctions> {
-        self.0.graphs.as_ref()
+    /// What graphs are made with.
+    ///
+    /// # Errors
+    /// The driver lacks it.
+    pub(super) fn graphs(&self) -> Result<&GraphFunctions, CudaError> {
+        self.0.graphs.as_ref().map_err(|error| CudaError::DriverTooOld(error.to_string()))
     }
 
     pub(super) fn functions(&self) -> &Functions {

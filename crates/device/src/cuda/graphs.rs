@@ -19,7 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use smallvec::SmallVec;
 
 use super::CudaError;
-use super::context::{Context, Stream};
+use super::context::Context;
+use super::device::OpenCard;
 use super::driver::{Handle, KernelNode};
 
 /// Kernels of a list, at most: a card has something to do before the next list is there.
@@ -53,14 +54,9 @@ impl GraphRoom {
         !self.full.load(Relaxed) && self.nodes.load(Relaxed) + kernels <= MOST_NODES && next <= GRAPH_BYTES
     }
 
-    fn take(&self, kernels: usize, bytes: u64) {
-        self.nodes.fetch_add(kernels, Relaxed);
+    fn take(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Relaxed);
         self.most.fetch_max(bytes, Relaxed);
-    }
-
-    fn give_back(&self, kernels: usize) {
-        self.nodes.fetch_sub(kernels, Relaxed);
     }
 
     /// From here on no more are made.
@@ -142,8 +138,8 @@ fn kinds_of(list: &[Ready]) -> u64 {
 }
 
 /// The graphs of a device.
+#[derive(Default)]
 pub(super) struct Graphs {
-    context: Arc<Context>,
     known: HashMap<Name, Graph>,
     /// Lists that came once.
     seen: HashSet<Name>,
@@ -153,16 +149,6 @@ pub(super) struct Graphs {
 }
 
 impl Graphs {
-    pub fn new(context: &Arc<Context>) -> Graphs {
-        Graphs {
-            context: Arc::clone(context),
-            known: HashMap::new(),
-            seen: HashSet::new(),
-            number: 0,
-            replays: Replays::default(),
-        }
-    }
-
     /// What became of lists so far.
     pub fn replays(&self) -> Replays {
         Replays { graphs: self.known.len() as u64, ..self.replays }
@@ -177,21 +163,16 @@ impl Graphs {
     ///
     /// # Safety
     /// The addresses among the parameters are of memory that is not given back before the stream has come so far.
-    pub unsafe fn begin(
-        &mut self,
-        list: &[Ready],
-        stream: &Stream,
-        room: &GraphRoom,
-    ) -> Result<(), CudaError> {
+    pub unsafe fn begin(&mut self, list: &[Ready], card: &OpenCard) -> Result<(), CudaError> {
         let name = (self.number, kinds_of(list));
         self.number = self.number.saturating_add(1);
         // SAFETY: as the caller says.
-        let is_begun = list.len() >= LEAST_KERNELS && unsafe { self.begin_graph(name, list, stream, room)? };
+        let is_begun = list.len() >= LEAST_KERNELS && unsafe { self.begin_graph(name, list, card)? };
         if !is_begun {
             self.replays.one_by_one += list.len() as u64;
             for ready in list {
                 // SAFETY: as above.
-                unsafe { stream.launch(ready)? };
+                unsafe { card.compute.launch(ready)? };
             }
         }
         Ok(())
@@ -201,23 +182,17 @@ impl Graphs {
     ///
     /// # Safety
     /// As of `begin`.
-    unsafe fn begin_graph(
-        &mut self,
-        name: Name,
-        list: &[Ready],
-        stream: &Stream,
-        room: &GraphRoom,
-    ) -> Result<bool, CudaError> {
+    unsafe fn begin_graph(&mut self, name: Name, list: &[Ready], card: &OpenCard) -> Result<bool, CudaError> {
         let Some(graph) = self.known.get_mut(&name) else {
-            if !self.seen.contains(&name) {
-                if self.seen.len() >= MOST_SEEN {
-                    self.seen.clear();
-                }
-                self.seen.insert(name);
-                return Ok(false);
+            if self.seen.contains(&name) {
+                // SAFETY: as the caller says.
+                return unsafe { self.make(name, list, card) };
             }
-            // SAFETY: as the caller says.
-            return unsafe { self.make(name, list, stream, room) };
+            if self.seen.len() >= MOST_SEEN {
+                self.seen.clear();
+            }
+            self.seen.insert(name);
+            return Ok(false);
         };
         if !graph.is_of(list) {
             return Ok(false);
@@ -228,13 +203,12 @@ impl Graphs {
             Err(_) => {
                 // It is half of this list and half of the one before.
                 self.known.remove(&name);
-                room.give_back(list.len());
-                room.give_up();
+                card.room.give_up();
                 return Ok(false);
             }
         }
         // SAFETY: as the caller says.
-        unsafe { stream.launch_graph(graph.executable)? };
+        unsafe { card.compute.launch_graph(graph.executable)? };
         self.replays.launched += 1;
         Ok(true)
     }
@@ -243,37 +217,30 @@ impl Graphs {
     ///
     /// # Safety
     /// As of `begin`.
-    unsafe fn make(
-        &mut self,
-        name: Name,
-        list: &[Ready],
-        stream: &Stream,
-        room: &GraphRoom,
-    ) -> Result<bool, CudaError> {
-        if !room.has(list.len()) {
+    unsafe fn make(&mut self, name: Name, list: &[Ready], card: &OpenCard) -> Result<bool, CudaError> {
+        if !card.room.has(list.len()) {
             return Ok(false);
         }
-        let (before, _) = self.context.memory()?;
-        let launched = Graph::new(&self.context, list).and_then(|graph| match graph {
+        let (before, _) = card.context.memory()?;
+        let launched = Graph::new(card, list).and_then(|graph| {
             // The first launch may take memory, too.
             // SAFETY: as the caller says.
-            Some(graph) => unsafe { stream.launch_graph(graph.executable) }.map(|()| Some(graph)),
-            None => Ok(None),
+            unsafe { card.compute.launch_graph(graph.executable) }.map(|()| graph)
         });
         let graph = match launched {
-            Ok(Some(graph)) => graph,
+            Ok(graph) => graph,
             Err(error @ CudaError::Lost { .. }) => return Err(error),
             // A driver without graphs, or one that has no room for this one: nothing of it was begun.
-            Ok(None) | Err(_) => {
-                room.give_up();
+            Err(_) => {
+                card.room.give_up();
                 return Ok(false);
             }
         };
         self.replays.launched += 1;
         // Who does not know what it took makes no other.
-        match self.context.memory() {
-            Ok((after, _)) => room.take(list.len(), before.saturating_sub(after)),
-            Err(_) => room.give_up(),
+        match card.context.memory() {
+            Ok((after, _)) => card.room.take(before.saturating_sub(after)),
+            Err(_) => card.room.give_up(),
         }
         self.known.insert(name, graph);
         Ok(true)
@@ -283,6 +250,8 @@ impl Graphs {
 /// A graph of the kernels of a list, one behind the other.
 struct Graph {
     context: Arc<Context>,
+    /// Where its kernels count as long as it is there.
+    room: Arc<GraphRoom>,
     handle: Handle,
     executable: Handle,
     nodes: Vec<Handle>,
@@ -291,16 +260,17 @@ struct Graph {
 }
 
 impl Graph {
-    /// Makes one; `None` with a driver that has no graphs.
-    fn new(context: &Arc<Context>, list: &[Ready]) -> Result<Option<Graph>, CudaError> {
-        let driver = &context.driver;
-        let Some(functions) = driver.graphs() else { return Ok(None) };
+    fn new(card: &OpenCard, list: &[Ready]) -> Result<Graph, CudaError> {
+        let (context, driver) = (Arc::clone(&card.context), &card.context.driver);
+        let functions = driver.graphs()?;
         let mut handle = null_mut();
         context.enter()?;
         // SAFETY: writes one handle; flags have to be 0.
         driver.check("cuGraphCreate", unsafe { (functions.create)(&mut handle, 0) })?;
-        let (context, executable) = (Arc::clone(context), null_mut());
-        let mut graph = Graph { context, handle, executable, nodes: Vec::new(), list: list.to_vec() };
+        let room = Arc::clone(&card.room);
+        room.nodes.fetch_add(list.len(), Relaxed);
+        let (executable, nodes, list_set) = (null_mut(), Vec::new(), list.to_vec());
+        let mut graph = Graph { context, room, handle, executable, nodes, list: list_set };
         for ready in list {
             let (mut node, before) = (null_mut(), graph.nodes.last().copied());
             let before: &[Handle] = before.as_slice();
@@ -314,7 +284,7 @@ impl Graph {
         // SAFETY: writes one handle; no flags.
         let code = unsafe { (functions.instantiate)(&mut graph.executable, handle, 0) };
         driver.check("cuGraphInstantiate", code)?;
-        Ok(Some(graph))
+        Ok(graph)
     }
 
     /// Whether a list has the same kernels over the same blocks.
@@ -325,7 +295,7 @@ impl Graph {
     /// Sets what differs in a list. Gives how many kernels that were.
     fn set(&mut self, list: &[Ready]) -> Result<u64, CudaError> {
         let driver = &self.context.driver;
-        let Some(functions) = driver.graphs() else { return Ok(0) };
+        let functions = driver.graphs()?;
         self.context.enter()?;
         let mut changed = 0;
         for ((own, ready), node) in self.list.iter_mut().zip(list).zip(&self.nodes) {
@@ -344,7 +314,8 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        let Some(functions) = self.context.driver.graphs() else { return };
+        self.room.nodes.fetch_sub(self.list.len(), Relaxed);
+        let Ok(functions) = self.context.driver.graphs() else { return };
         // Where the context cannot be entered, giving back is tried all the same.
         let _ = self.context.enter();
         if !self.executable.is_null() {

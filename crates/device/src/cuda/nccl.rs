@@ -11,15 +11,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{sleep, yield_now};
-use std::time::{Duration, Instant};
 
-use plimsoll_memory::{FarMemory, Library, LibraryError};
+use plimsoll_memory::{FarMemory, Library, LibraryError, Looks};
 
 use super::CudaError;
 use super::context::Stream;
 use super::device::{OnCard, OpenCard};
-use super::driver::{Address, Handle};
+use super::driver::{Address, Handle, functions};
 
 /// The name under which the library is installed.
 const LIBRARY: &str = "libnccl.so.2";
@@ -33,10 +31,6 @@ const IN_PROGRESS: c_int = 7;
 /// `ncclUint8`.
 const BYTES: c_int = 1;
 
-/// For how long after messages were begun it is looked again at once.
-const AT_ONCE: Duration = Duration::from_micros(100);
-/// How long one sleeps between two looks after that.
-const PAUSE: Duration = Duration::from_micros(50);
 /// Bytes between two places of the workspace.
 const APART: u64 = 256;
 
@@ -63,40 +57,19 @@ impl fmt::Debug for UniqueId {
     }
 }
 
-struct Functions {
-    version: unsafe extern "C" fn(*mut c_int) -> c_int,
-    unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
-    join: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> c_int,
-    destroy: unsafe extern "C" fn(Handle) -> c_int,
-    abort: unsafe extern "C" fn(Handle) -> c_int,
-    failed: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
-    group_start: unsafe extern "C" fn() -> c_int,
-    group_end: unsafe extern "C" fn() -> c_int,
-    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Handle) -> c_int,
-    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Handle) -> c_int,
-    words: unsafe extern "C" fn(c_int) -> *const c_char,
-}
-
-impl Functions {
-    fn of(library: &Library) -> Result<Functions, LibraryError> {
-        // SAFETY: each type is that of the function in the reference.
-        unsafe {
-            Ok(Functions {
-                version: library.function(c"ncclGetVersion")?,
-                unique_id: library.function(c"ncclGetUniqueId")?,
-                join: library.function(c"ncclCommInitRank")?,
-                destroy: library.function(c"ncclCommDestroy")?,
-                abort: library.function(c"ncclCommAbort")?,
-                failed: library.function(c"ncclCommGetAsyncError")?,
-                group_start: library.function(c"ncclGroupStart")?,
-                group_end: library.function(c"ncclGroupEnd")?,
-                send: library.function(c"ncclSend")?,
-                receive: library.function(c"ncclRecv")?,
-                words: library.function(c"ncclGetErrorString")?,
-            })
-        }
-    }
-}
+functions! { Functions {
+    version = c"ncclGetVersion" (*mut c_int);
+    unique_id = c"ncclGetUniqueId" (*mut UniqueId);
+    join = c"ncclCommInitRank" (*mut Handle, c_int, UniqueId, c_int);
+    destroy = c"ncclCommDestroy" (Handle);
+    abort = c"ncclCommAbort" (Handle);
+    failed = c"ncclCommGetAsyncError" (Handle, *mut c_int);
+    group_start = c"ncclGroupStart" ();
+    group_end = c"ncclGroupEnd" ();
+    send = c"ncclSend" (*const c_void, usize, c_int, c_int, Handle, Handle);
+    receive = c"ncclRecv" (*mut c_void, usize, c_int, c_int, Handle, Handle);
+    words = c"ncclGetErrorString" (c_int) -> *const c_char;
+} }
 
 /// The library, loaded. Clones share it.
 #[derive(Clone)]
@@ -368,7 +341,7 @@ impl CardLink {
         stream: &Stream,
         waiting: &mut dyn FnMut(),
     ) -> Result<(), CudaError> {
-        let (began, functions) = (Instant::now(), self.nccl.functions());
+        let (looks, functions) = (Looks::begin(), self.nccl.functions());
         while !stream.is_done()? {
             let mut failed = SUCCESS;
             // SAFETY: writes one number.
@@ -378,7 +351,7 @@ impl CardLink {
                 self.nccl.check("ncclSend", failed)?;
             }
             waiting();
-            if began.elapsed() < AT_ONCE { yield_now() } else { sleep(PAUSE) }
+            looks.pause();
         }
         Ok(())
     }
