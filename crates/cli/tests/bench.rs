@@ -153,6 +153,10 @@ fn disks_are_measured_in_every_way() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     let missing = bench(&["--path", "no-such-folder"]);
     assert!(!missing.status.success());
+    let nothing =
+        Command::new(env!("CARGO_BIN_EXE_plimsoll")).args(["bench", "disk", "--size", "0"]).output().unwrap();
+    assert_eq!(nothing.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&nothing.stderr).contains("there is nothing to write"));
 }
 
 #[test]

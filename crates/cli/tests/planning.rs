@@ -281,7 +281,7 @@ fn machines_are_compared_with_their_hours_and_dollars() {
     assert!(here.starts_with("the largest rank that fits: "), "{here}");
     for (more, code, said) in [
         (&["--find", "speed"][..], 2, "batch_size, sequence_length"),
-        (&["--compare", "toaster"], 2, "plimsoll hardware lists them"),
+        (&["--compare", "toaster"], 2, "error: hardware \"toaster\": there is no such device"),
         (&["--tokens", "many"], 2, "300M, 15B"),
         (&["--price", "-1"], 2, "dollars an hour"),
         (&["--host-memory", "1GiB"], 2, "--hardware or --compare"),

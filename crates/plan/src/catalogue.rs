@@ -26,7 +26,7 @@ const MOST: u64 = 65_536;
 #[derive(Debug, thiserror::Error)]
 pub enum CatalogueError {
     /// No device and no machine has the name.
-    #[error("--hardware {name}: there is no such device{}; plimsoll hardware lists them, and a .yaml file describes any other", plimsoll_model::catalogue::did_you_mean(.near))]
+    #[error("hardware {name:?}: there is no such device{}; plimsoll hardware lists them, and a .yaml file describes any other", plimsoll_model::catalogue::did_you_mean(.near))]
     Unknown {
         /// What was asked for.
         name: String,
@@ -34,7 +34,7 @@ pub enum CatalogueError {
         near: Vec<String>,
     },
     /// A number of devices or machines is none.
-    #[error("--hardware {name}: {what}; write for example 8xh100, or 16x8xh100 for 16 machines of 8")]
+    #[error("hardware {name:?}: {what}; write for example 8xh100, or 16x8xh100 for 16 machines of 8")]
     Count {
         /// What was asked for.
         name: String,

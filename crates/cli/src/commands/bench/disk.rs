@@ -24,6 +24,11 @@ pub fn run(args: &BenchDiskArgs) -> Result<(), Failure> {
     if !folder.is_dir() {
         return Err(Failure::usage(format!("--path {}: is no folder", folder.display())));
     }
+    if args.size.0 == 0 {
+        return Err(Failure::usage(
+            "--size 0: there is nothing to write; leave --size away, or give for example 256MiB",
+        ));
+    }
     if let Ok(space) = disk_space(&folder)
         && space.available < args.size
     {
