@@ -129,7 +129,7 @@ pub fn target_named(name: &str, machine: &MachineArgs) -> Result<Target, Failure
         }
         Some(ranks) => {
             return Err(Failure::usage(format!(
-                "--ranks {ranks}: --hardware {name} has {} devices, and each is a rank; leave --ranks away",
+                "--ranks {ranks}: {name} has {} devices, and each is a rank; leave --ranks away",
                 found.devices()
             )));
         }

@@ -282,6 +282,7 @@ fn machines_are_compared_with_their_hours_and_dollars() {
     for (more, code, said) in [
         (&["--find", "speed"][..], 2, "batch_size, sequence_length"),
         (&["--compare", "toaster"], 2, "error: hardware \"toaster\": there is no such device"),
+        (&["--compare", "8xh100", "--ranks", "3"], 2, "error: --ranks 3: 8xh100 has 8 devices"),
         (&["--tokens", "many"], 2, "300M, 15B"),
         (&["--price", "-1"], 2, "dollars an hour"),
         (&["--host-memory", "1GiB"], 2, "--hardware or --compare"),
