@@ -9,6 +9,7 @@ use crate::StepError;
 use crate::context::Context;
 use crate::gradients::Gradients;
 use crate::matrices::Matrices;
+use crate::products::Products;
 use crate::stage::Split;
 
 /// Which inputs of adapters are dropped in a pass (Srivastava et al. 2014); masks are functions of the seed.
@@ -56,13 +57,27 @@ impl LowRank<'_> {
         dora: Dora<'_>,
         weight: &Tensor,
     ) -> Result<Option<Tensor>, StepError> {
-        dora.squares.map(|squares| self.lengths_of(ctx.device, squares, weight)).transpose()
+        let of = |squares| self.lengths_of(ctx.device, ctx.products, squares, weight);
+        dora.squares.map(of).transpose()
     }
 
-    /// |W + s B A| row by row, from |W|^2.
+    /// |W|^2 row by row into `out`. Ranks that have some columns each add up their squares.
+    pub fn squares_of(
+        &self,
+        device: &dyn Device,
+        products: Option<&Products<'_>>,
+        weight: &Tensor,
+        out: &Tensor,
+    ) -> Result<(), StepError> {
+        device.run(Magnitude::RowSquares { x: weight, out })?;
+        self.with_other_columns(products).map_or(Ok(()), |products| products.sum(device, out))
+    }
+
+    /// |W + s B A| row by row, from |W|^2. Ranks that have some columns each add up what they have of W A^T and A A^T.
     pub fn lengths_of(
         &self,
         device: &dyn Device,
+        products: Option<&Products<'_>>,
         squares: &Tensor,
         weight: &Tensor,
     ) -> Result<Tensor, StepError> {
@@ -82,10 +97,19 @@ impl LowRank<'_> {
             matrices.forward(device, self.a, None, out, false, Compute::F32)?;
         }
         drop(made);
+        if let Some(products) = self.with_other_columns(products) {
+            products.sum(device, &cross)?;
+            products.sum(device, &gram)?;
+        }
         let lengths = alloc(&[outputs], "dora.lengths")?;
         let (cross, gram, b, scale) = (&cross, &gram, self.b, self.scale);
         device.run(Magnitude::RowLengths { squares, cross, gram, b, scale, lengths: &lengths })?;
         Ok(lengths)
+    }
+
+    /// The ranks that have the other columns of the weight, where there are any.
+    fn with_other_columns<'p, 'a>(&self, products: Option<&'p Products<'a>>) -> Option<&'p Products<'a>> {
+        products.filter(|_| !self.is_of_experts() && Split::of(self.a_role) == Split::Columns)
     }
 
     fn is_of_experts(&self) -> bool {

@@ -256,7 +256,8 @@ impl Stage {
         let of_part = match (self.sharing, p.role) {
             // They take other micro-batches.
             (LayerParts::Experts, _)
-            | (_, Role::QNorm | Role::KNorm | Role::Lora(LoraPart::A | LoraPart::B, _)) => true,
+            | (_, Role::QNorm | Role::KNorm)
+            | (_, Role::Lora(LoraPart::A | LoraPart::B | LoraPart::Magnitude, _)) => true,
             // What latent attention makes of a vector is of some heads.
             (_, Role::QDownProj | Role::KvDownProj) => true,
             (LayerParts::Products { rows }, role) => rows && role.group() == ParameterGroup::Norms,
@@ -342,7 +343,7 @@ impl Split {
             | Role::TokenEmbedding
             | Role::LmHead
             | Role::Lora(
-                LoraPart::B,
+                LoraPart::B | LoraPart::Magnitude,
                 QProj | KProj | VProj | QUpProj | KvUpProj | GateProj | UpProj | SharedGateProj
                 | SharedUpProj,
             ) => Split::Rows,

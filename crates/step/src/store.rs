@@ -21,6 +21,7 @@ use crate::adapter::{Dora, LowRank, ranks_of_experts};
 use crate::head::{reshaped, rows};
 use crate::linear::{Linear, Weight};
 use crate::norm::Norm;
+use crate::products::Products;
 use crate::settings::stays;
 
 pub use expert_slots::ExpertTraffic;
@@ -79,20 +80,20 @@ impl BlockWeights {
     }
 
     /// Does once what adapters with lengths need of the weights, when all have their values.
-    fn prepare(&self, device: &dyn Device) -> Result<(), StepError> {
+    fn prepare(&self, device: &dyn Device, products: Option<&Products<'_>>) -> Result<(), StepError> {
         for used in self.adapters.iter().filter(|used| used.dora) {
             let weight = self.get(used.of.role())?;
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
             let Some(dora) = adapter.dora else { continue };
             if let Some(squares) = dora.squares {
-                device.run(Magnitude::RowSquares { x: weight, out: squares })?;
+                adapter.squares_of(device, products, weight, squares)?;
                 continue;
             }
             let outputs = weight.rows();
             let alloc = |name| device.alloc(DType::F32, &[1, outputs], Tag::Workspace, name);
             let (squares, copy) = (alloc("dora.squares")?, alloc("dora.magnitude")?);
-            device.run(Magnitude::RowSquares { x: weight, out: &squares })?;
-            let lengths = adapter.lengths_of(device, &squares, weight)?;
+            adapter.squares_of(device, products, weight, &squares)?;
+            let lengths = adapter.lengths_of(device, products, &squares, weight)?;
             let out = reshaped(dora.magnitude, &[1, outputs])?;
             device.run(Elementwise::Cast { x: &out, out: &copy, rounding: Rounding::Nearest })?;
             device.run(Elementwise::Fill { out: &squares, value: 1.0 })?;
@@ -110,12 +111,16 @@ impl BlockWeights {
     }
 
     /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
-    fn reset_magnitudes(&self, device: &dyn Device) -> Result<(), StepError> {
+    fn reset_magnitudes(
+        &self,
+        device: &dyn Device,
+        products: Option<&Products<'_>>,
+    ) -> Result<(), StepError> {
         for used in self.adapters.iter().filter(|used| used.dora) {
             let weight = self.get(used.of.role())?;
             let Some(adapter) = self.adapter(used.of.role())? else { continue };
             if let Some(Dora { magnitude: out, squares: Some(squares), .. }) = adapter.dora {
-                let lengths = adapter.lengths_of(device, squares, weight)?;
+                let lengths = adapter.lengths_of(device, products, squares, weight)?;
                 let x = &reshaped(&lengths, out.shape().dims())?;
                 device.run(Elementwise::Cast { x, out, rounding: Rounding::Nearest })?;
             }

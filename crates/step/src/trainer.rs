@@ -237,6 +237,7 @@ impl<'a> Trainer<'a> {
             if gathers_ahead { WeightStore::BUFFERS } else { offload.buffers(WeightStore::BUFFERS) };
         let training = Training { cut, sharing, buffers };
         let weights = WeightStore::new(device, &tiers, &spec, storage, Some(training))?;
+        let weights = weights.sharing(products.clone());
         // Adapters are in f32 themselves.
         let needs_master = |p: &Parameter| precision.master_weights && !matches!(p.role, Role::Lora(..));
         let own_parts = |p: &Parameter| -> Vec<Part> {

@@ -931,7 +931,13 @@ fn whatever_else_is_asked_ranks_that_share_products_come_near_one() {
         ..sizes
     };
     let specs = |_| vec![spec.clone(), untied(&spec)];
-    whatever_else_is_asked_they_come_near_one(&specs, &settings(1, 16), sharing_products, &[]);
+    // Rows with lengths, whole or of some columns.
+    let lengths = [DType::F32, DType::Q8_0].map(|weights| {
+        let method = adapters(&spec, true, weights);
+        let lengths = StepSettings { method, ..settings(1, 16) };
+        (StepSettings { method: without_dropout(&lengths), ..lengths }, 2e-5)
+    });
+    whatever_else_is_asked_they_come_near_one(&specs, &settings(1, 16), sharing_products, &lengths);
 }
 
 fn untied(spec: &ModelSpec) -> ModelSpec {

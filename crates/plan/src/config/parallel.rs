@@ -6,7 +6,7 @@ use plimsoll_step::{AttentionKind, MOST_AT_ONCE, MOST_INTERLEAVED, PipelineSched
 use super::error::conflicts;
 use super::section::section;
 use super::value::choice;
-use super::{Auto, ConfigError, ConflictingKey, Method, RawConfig};
+use super::{Auto, ConfigError, ConflictingKey, RawConfig};
 use crate::optimizer::optimizer_settings;
 
 /// Ranks of a run at most.
@@ -296,14 +296,6 @@ impl RawConfig {
                 self.conflicting("training.optimizer", optimizer),
                 "ranks that share products have parts of matrices, and states of its kind are of whole ones",
                 "set training.optimizer to adamw, adamw_bf16, lion or sgd",
-            );
-        }
-        let has_adapters = matches!(self.training.method(), Method::Lora | Method::Qlora);
-        if has_adapters && self.training.lora.use_dora() {
-            conflict(
-                self.conflicting("training.lora.use_dora", true),
-                "the lengths of rows are of whole matrices",
-                "set training.lora.use_dora to false",
             );
         }
     }

@@ -11,7 +11,7 @@ use crate::config::{Quality, RawConfig};
 /// Lines between the least memory and the most for which a front has a point looked for, closer and closer, and the runs after which no
 /// further line is begun.
 const LINES: [u32; 3] = [10, 20, 40];
-const MOST_RUNS: usize = 160;
+const MOST_RUNS: usize = 80;
 /// Corrections for each of them, and runs for each correction.
 const WAVES: usize = 3;
 const AT_ONCE: usize = 6;

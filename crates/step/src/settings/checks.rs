@@ -97,11 +97,10 @@ impl StepSettings {
             return Ok(());
         }
         let adapted = |adapters: &Adapters| {
-            let config = adapters.layout.config();
             let of_table = |p: &Parameter| p.block.layer().is_none() && matches!(p.role, Role::Lora(..));
-            (config.use_dora, adapters.layout.parameters().iter().any(of_table))
+            adapters.layout.parameters().iter().any(of_table)
         };
-        let (has_lengths, adapts_tables) = self.method.adapters().map_or((false, false), adapted);
+        let adapts_tables = self.method.adapters().is_some_and(adapted);
         let of_mesh = |what, remedy| StepError::Mesh { key: "parallel.tensor_parallel", what, remedy };
         let what = match () {
             () if self.chunk_tokens().is_some() => "sequences in chunks go through products of one rank",
@@ -112,7 +111,6 @@ impl StepSettings {
                 let what = "queries and keys are normalised over all heads, which no rank has";
                 return Err(of_mesh(what, "divide the layers by parallel.pipeline_parallel"));
             }
-            () if has_lengths => "lengths of rows need whole rows",
             () if spec.experts.as_ref().is_some_and(|experts| experts.zero_computation.is_some()) => {
                 let what = "experts without matrices are on every rank";
                 return Err(of_mesh(what, "divide the others by parallel.expert_parallel"));

@@ -21,6 +21,7 @@ use super::shared::{Gathering, Shared, SharedMatrix, Sharing};
 use super::{BlockWeights, ResidentStore, WeightOffload, WeightStorage};
 use crate::StepError;
 use crate::head::Head;
+use crate::products::Products;
 use crate::tier::{Contents, Parcels, Pieces, Unit, Use, Values, is_matrix};
 use crate::trainer::Part;
 
@@ -44,6 +45,8 @@ pub(crate) struct WeightStore<'a> {
     ahead: Option<Gathering>,
     /// Whether other ranks have some rows of the tables.
     tables_are_cut: bool,
+    /// The ranks that share every product with this one.
+    products: Option<Rc<Products<'a>>>,
 }
 
 /// How weights that are trained are held.
@@ -225,7 +228,13 @@ impl<'a> WeightStore<'a> {
             shared,
             ahead: None,
             tables_are_cut,
+            products: None,
         })
+    }
+
+    /// The same of a rank that shares every product with others.
+    pub fn sharing(self, products: Option<Rc<Products<'a>>>) -> Self {
+        WeightStore { products: products.filter(|products| !products.shares_experts_alone()), ..self }
     }
 
     /// Sets every weight that no file holds as it is computed with, and its f32 master, of which `masters` says where it is.
@@ -283,17 +292,17 @@ impl<'a> WeightStore<'a> {
 
     /// Does once what adapters with lengths need of the weights, when all have their values.
     pub(crate) fn prepare(&mut self) -> Result<(), StepError> {
-        self.for_each_with_lengths(|device, weights| weights.prepare(device))
+        self.for_each_with_lengths(BlockWeights::prepare)
     }
 
     /// Sets the lengths of rows to those that the weights have with their adapters: where DoRA begins.
     pub(crate) fn reset_magnitudes(&mut self) -> Result<(), StepError> {
-        self.for_each_with_lengths(|device, weights| weights.reset_magnitudes(device))
+        self.for_each_with_lengths(BlockWeights::reset_magnitudes)
     }
 
     fn for_each_with_lengths(
         &mut self,
-        work: impl Fn(&dyn Device, &BlockWeights) -> Result<(), StepError>,
+        work: impl Fn(&BlockWeights, &dyn Device, Option<&Products<'_>>) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
         let with_lengths = self.resident.blocks.values().filter(|weights| weights.has_lengths());
         let blocks: Vec<BlockId> = with_lengths.map(BlockWeights::block).collect();
@@ -301,7 +310,7 @@ impl<'a> WeightStore<'a> {
         for block in blocks {
             self.device.enter(Phase::Setup, block.layer());
             let weights = self.gather(block)?;
-            work(self.device, &weights)?;
+            work(&weights, self.device, self.products.as_deref())?;
             drop(weights);
             self.release(Unit::of_matrices(block, 0), false);
         }

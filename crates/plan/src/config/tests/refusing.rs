@@ -307,10 +307,6 @@ fn contradictions_are_refused_with_both_places() {
             "ranks that share products have parts of matrices, and states of its kind are of whole ones; set training.optimizer to adamw, adamw_bf16, lion or sgd",
         ),
         (
-            "model: x\ntraining: {method: lora, lora: {use_dora: true}}\nparallel: {tensor_parallel: 2}",
-            "the lengths of rows are of whole matrices; set training.lora.use_dora to false",
-        ),
-        (
             "model: x\ndata: {sequence_length: 511}\ntraining: {batch_size: 3}\nparallel: {tensor_parallel: 4, sequence_parallel: true}",
             "4 ranks do not divide the tokens that parallel.sequence_parallel has them share; set data.sequence_length to 512",
         ),
