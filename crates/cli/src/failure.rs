@@ -215,6 +215,10 @@ impl From<TrainError> for Failure {
             TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
                 Failure::does_not_fit(format!("memory.disk_path: {error}"))
             }
+            // What lives below the device has no room on the disk that the run's folder is on.
+            error @ TrainError::NoRoom { needs, .. } if needs.spill_bytes > 0 => {
+                Failure::does_not_fit(error.to_string())
+            }
             error @ (TrainError::OutputInUse { .. }
             | TrainError::FolderTaken { .. }
             | TrainError::OtherOptimizer { .. }

@@ -9,7 +9,7 @@ use std::process::{Command, ExitStatus, Stdio};
 #[cfg(unix)]
 use std::sync::{
     Arc,
-    atomic::{AtomicI32, Ordering},
+    atomic::{AtomicBool, AtomicI32, Ordering},
 };
 #[cfg(unix)]
 use std::time::{Duration, Instant};
@@ -24,10 +24,15 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::failure::Failure;
+#[cfg(unix)]
+use crate::signals::heard;
 
 /// How long mpirun may take to end behind the last rank.
 #[cfg(unix)]
 const TIME_TO_END: Duration = Duration::from_secs(5);
+/// How often ranks are told to stop that do not.
+#[cfg(unix)]
+const TELL_EVERY: Duration = Duration::from_millis(250);
 /// How often it is looked whether it has.
 #[cfg(unix)]
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -91,21 +96,34 @@ pub enum Lines {
     OfFirst,
 }
 
+/// What ranks that are started here do when they are told to stop.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Stopping {
+    /// They end: there is nothing to save.
+    AtOnce,
+    /// They save and end. Until they listen they may not hear it, so that they are told again and again.
+    Saving,
+    /// They end what they are doing, and go on.
+    Interrupted,
+}
+
 /// Does something on each of so many ranks, which are started first where they are not there. What goes wrong on one ends all.
 pub fn on_each(
+    stopping: Stopping,
     ranks: Option<u32>,
     work: impl FnOnce(&dyn Communicator) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    on_each_with(Lines::Unread, ranks, work)
+    on_each_with(Lines::Unread, stopping, ranks, work)
 }
 
 /// The same of ranks that read something.
 pub fn on_each_with(
     lines: Lines,
+    stopping: Stopping,
     ranks: Option<u32>,
     work: impl FnOnce(&dyn Communicator) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    if let Some(exit_code) = launch(ranks, lines)? {
+    if let Some(exit_code) = launch(ranks, lines, stopping)? {
         // The ranks have said what there is to say.
         return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
     }
@@ -120,7 +138,7 @@ pub fn on_each_with(
 }
 
 /// Starts `--ranks` processes of this program, unless a launcher has done so. Gives their exit code when they have ended.
-fn launch(ranks: Option<u32>, lines: Lines) -> Result<Option<u8>, Failure> {
+fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option<u8>, Failure> {
     let Some(ranks) = ranks else { return Ok(None) };
     match launched() {
         Some(there) if there != ranks => {
@@ -159,19 +177,37 @@ fn launch(ranks: Option<u32>, lines: Lines) -> Result<Option<u8>, Failure> {
             mpirun.arg(TYPED);
         }
     }
-    let (status, stopped) = run(mpirun).map_err(|error| Failure::other(format!("mpirun: {error}")))?;
+    let (status, stopped) =
+        run(mpirun, stopping).map_err(|error| Failure::other(format!("mpirun: {error}")))?;
     let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(crate::failure::OTHER);
-    Ok(Some(if code == 0 { stopped.unwrap_or(0) } else { code }))
+    Ok(Some(stopped.map_or(code, |stopped| stopped.exit_code(code))))
 }
 
-/// Runs mpirun to its end. The first signal that asks for an end is told to the ranks, which save and stop; another one ends them
-/// at once. Gives the exit code of a program that ended because of the first one, too.
+/// That ranks were told to stop.
+#[derive(Clone, Copy)]
+struct Stopped {
+    /// The exit code of a program that ends because of the signal.
+    by_signal: u8,
+    /// Whether they were ended, rather than told to.
+    were_ended: bool,
+}
+
+impl Stopped {
+    /// The exit code of all, where mpirun has ended with `code`: that of the signal, unless something else went wrong.
+    fn exit_code(self, code: u8) -> u8 {
+        // Ranks that did not listen yet are ended by the signal itself, as those are that listen to none.
+        let by_signal = code == 0 || code > 128;
+        if by_signal || self.were_ended { self.by_signal } else { code }
+    }
+}
+
+/// Runs mpirun to its end. The first signal that asks for an end is told to the ranks; another one ends them at once.
 #[cfg(unix)]
-fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
+fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<(ExitStatus, Option<Stopped>)> {
     use std::os::unix::process::CommandExt;
 
     // A terminal's Ctrl-C would reach mpirun, too, which ends the ranks before they have saved.
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut signals = Signals::new(heard([SIGINT, SIGTERM, SIGHUP]))?;
     let mut child = mpirun.process_group(0).spawn()?;
     if let Some(mut lines) = child.stdin.take() {
         // It ends with the input, or with this process.
@@ -179,17 +215,31 @@ fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
     }
     let launcher = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let (handle, first) = (signals.handle(), Arc::new(AtomicI32::new(0)));
-    let noted = Arc::clone(&first);
+    let ended = Arc::new(AtomicBool::new(stopping == Stopping::AtOnce));
+    let (noted, ends) = (Arc::clone(&first), Arc::clone(&ended));
     let listener = std::thread::spawn(move || {
         for signal in signals.forever() {
             let is_first = noted.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+            let is_end = ends.fetch_or(!is_first, Ordering::SeqCst) || !is_first;
             if let Some(launcher) = launcher {
                 // Where mpirun has ended there is nobody to tell.
-                let _ = kill_process(launcher, if is_first { Signal::USR1 } else { Signal::TERM });
+                let _ = kill_process(launcher, if is_end { Signal::TERM } else { Signal::USR1 });
             }
         }
     });
-    let status = wait(&mut child);
+    let mut told = Instant::now();
+    let remind = || {
+        let is_asked = stopping == Stopping::Saving && first.load(Ordering::SeqCst) != 0;
+        if is_asked
+            && !ended.load(Ordering::SeqCst)
+            && told.elapsed() > TELL_EVERY
+            && let Some(launcher) = launcher
+        {
+            told = Instant::now();
+            let _ = kill_process(launcher, Signal::USR1);
+        }
+    };
+    let status = wait(&mut child, remind);
     handle.close();
     // It ends with its handle.
     let _ = listener.join();
@@ -198,12 +248,13 @@ fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
         0 => None,
         signal => u8::try_from(128 + signal).ok(),
     };
-    Ok((status, stopped))
+    let were_ended = ended.load(Ordering::SeqCst);
+    Ok((status, stopped.map(|by_signal| Stopped { by_signal, were_ended })))
 }
 
-/// Waits until mpirun has ended. Open MPI may hang where a rank was killed while it joined the others: mpirun is ended then.
+/// Waits until mpirun has ended, and does something meanwhile. Open MPI may hang where a rank was killed while it joined the others: mpirun is ended then.
 #[cfg(unix)]
-fn wait(mpirun: &mut Child) -> std::io::Result<ExitStatus> {
+fn wait(mpirun: &mut Child, mut meanwhile: impl FnMut()) -> std::io::Result<ExitStatus> {
     let (mut had_ranks, mut without) = (false, None::<Instant>);
     loop {
         if let Some(status) = mpirun.try_wait()? {
@@ -221,6 +272,7 @@ fn wait(mpirun: &mut Child) -> std::io::Result<ExitStatus> {
             let words = "a rank was killed and mpirun did not end with the others; --resume goes on from what was saved";
             return Err(std::io::Error::other(words));
         }
+        meanwhile();
         std::thread::sleep(LOOK_EVERY);
     }
 }
@@ -238,7 +290,7 @@ fn has_living_children(id: u32) -> Option<bool> {
 }
 
 #[cfg(not(unix))]
-fn run(mut mpirun: Command) -> std::io::Result<(ExitStatus, Option<u8>)> {
+fn run(mut mpirun: Command, _stopping: Stopping) -> std::io::Result<(ExitStatus, Option<Stopped>)> {
     Ok((mpirun.status()?, None))
 }
 

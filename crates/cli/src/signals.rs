@@ -101,6 +101,12 @@ fn exit_code(signal: usize) -> u8 {
     u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }
 
+/// Those of some signals that were not ignored when the program was started.
+pub fn heard(all: [i32; 3]) -> impl Iterator<Item = i32> {
+    let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
+    all.into_iter().filter(move |signal| ignored & (1 << (signal - 1)) == 0)
+}
+
 /// The signals that a process ignores, as Linux shows them: bit 0 is signal 1. None where the system does not say.
 fn ignored(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use plimsoll_model::tokenizer::Tokenizer;
 
+use crate::chat::Skipped;
 use crate::files::{Wanted, expand};
 use crate::{DataError, documents};
 
@@ -15,6 +16,7 @@ const BUFFER_BYTES: usize = 64 << 10;
 pub struct EvalWindows {
     tokens: Vec<u32>,
     length: usize,
+    left_out: Vec<Skipped>,
 }
 
 impl EvalWindows {
@@ -37,8 +39,9 @@ impl EvalWindows {
             tokens.extend_from_slice(piece);
             Ok(())
         };
-        documents::tokens(&files, text_field, BUFFER_BYTES, max_invalid_share, tokenizer, append)?;
-        let windows = EvalWindows::new(tokens, length);
+        let left_out =
+            documents::tokens(&files, text_field, BUFFER_BYTES, max_invalid_share, tokenizer, append)?;
+        let windows = EvalWindows { left_out, ..EvalWindows::new(tokens, length) };
         if windows.is_empty() {
             return Err(DataError::Empty { path: path.to_owned() });
         }
@@ -52,7 +55,12 @@ impl EvalWindows {
         if tail < 2 {
             tokens.truncate(tokens.len() - tail);
         }
-        EvalWindows { tokens, length }
+        EvalWindows { tokens, length, left_out: Vec::new() }
+    }
+
+    /// The records that have no text, by reason.
+    pub fn left_out(&self) -> &[Skipped] {
+        &self.left_out
     }
 
     /// Number of windows.

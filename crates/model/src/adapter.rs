@@ -213,11 +213,13 @@ impl Adapter {
             } else {
                 vec![matrix.rows as u64, matrix.columns as u64]
             };
-            // A table with an adapter of its own is a copy of the base's.
-            let plain = match name.strip_suffix(".weight").filter(|_| self.low_rank.contains_key(name)) {
-                Some(module) => format!("{module}.base_layer.weight"),
-                None => name.clone(),
+            // What is the base's stands within a module that has an adapter: a table's copy, and a bias.
+            let within = |kind: &str| {
+                let module = name.strip_suffix(kind)?;
+                let has_adapter = self.low_rank.contains_key(&format!("{module}.weight"));
+                has_adapter.then(|| format!("{module}.base_layer{kind}"))
             };
+            let plain = within(".weight").or_else(|| within(".bias")).unwrap_or_else(|| name.clone());
             add(format!("{PREFIX}{plain}"), shape, matrix.values.as_slice());
         }
         let headers: Vec<NewTensor> = tensors.iter().map(|(tensor, _)| tensor.clone()).collect();

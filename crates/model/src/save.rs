@@ -2,7 +2,7 @@
 //!
 //! Weights are streamed one parameter at a time from a callback, so memory does not grow with the model. All
 //! files are written aside in a folder of their own and moved into place when all are complete and synced; after
-//! an error nothing of them is left. The tokenizer's files are left to `tokenizer`.
+//! an error nothing of them is left. A folder that is being replaced has no `config.json` meanwhile, so that nobody takes it for a model.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
@@ -19,6 +19,7 @@ use crate::safetensors::{
 };
 pub use crate::save_error::SaveError;
 use crate::spec::ModelSpec;
+use crate::tokenizer::Tokenizer;
 
 /// The size of a weights file above which a further one is begun.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -32,12 +33,18 @@ pub struct SaveWriter<'a> {
     spec: &'a ModelSpec,
     dtype: DType,
     shard_bytes: u64,
+    tokenizer: Option<&'a Tokenizer>,
 }
 
 impl<'a> SaveWriter<'a> {
     /// A writer of that model's weights as `dtype`: f32, bf16 or f16.
     pub fn new(spec: &'a ModelSpec, dtype: DType) -> SaveWriter<'a> {
-        SaveWriter { spec, dtype, shard_bytes: DEFAULT_SHARD_BYTES }
+        SaveWriter { spec, dtype, shard_bytes: DEFAULT_SHARD_BYTES, tokenizer: None }
+    }
+
+    /// Writes a tokenizer's files beside the model's.
+    pub fn with_tokenizer(self, tokenizer: Option<&'a Tokenizer>) -> SaveWriter<'a> {
+        SaveWriter { tokenizer, ..self }
     }
 
     /// Begins a further file where one would get more bytes of weights than this. A parameter is never cut, so
@@ -59,6 +66,7 @@ impl<'a> SaveWriter<'a> {
     ) -> Result<u64, SaveError> {
         let config = config_json(self.spec, self.dtype)?;
         let staging = Staging::new(folder)?;
+        staging.write_tokenizer(self.tokenizer)?;
         let mut bytes = staging.write(CONFIG_NAME, &config)?;
         bytes += staging.write(GENERATION_CONFIG_NAME, &generation_config_json(self.spec))?;
 
@@ -202,6 +210,26 @@ fn is_weights(name: &str) -> bool {
     name == SINGLE_NAME || name == INDEX_NAME || shard.is_some_and(|shard| shard.contains("-of-"))
 }
 
+/// Files of a tokenizer, under all names that a model's folder may have them by.
+const TOKENIZER_FILES: [&str; 10] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+];
+
+/// Further templates of a tokenizer, a file each.
+const TEMPLATES: &str = "additional_chat_templates";
+
+/// What the names of hidden folders begin with.
+const HIDDEN: &str = ".saving-";
+
 /// A hidden folder that files are written to; it goes away with everything in it unless it is committed.
 pub(crate) struct Staging {
     folder: tempfile::TempDir,
@@ -217,13 +245,15 @@ impl Staging {
             std::fs::create_dir_all(parent).map_err(|source| SaveError::io("create", parent, source))?;
             parent
         } else {
+            // Who writes into a folder has it alone: what is there of others is left of those that were killed.
+            remove_hidden(folder);
             folder
         };
         let mut builder = tempfile::Builder::new();
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
         let staging = builder
-            .prefix(".saving-")
+            .prefix(HIDDEN)
             .tempdir_in(place)
             .map_err(|source| SaveError::io("create a folder in", place, source))?;
         Ok(Staging { folder: staging, replaces })
@@ -231,6 +261,12 @@ impl Staging {
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
+    }
+
+    /// The files of a tokenizer, where there is one.
+    pub(crate) fn write_tokenizer(&self, tokenizer: Option<&Tokenizer>) -> Result<(), SaveError> {
+        let save = |tokenizer: &Tokenizer| tokenizer.save(self.folder.path());
+        tokenizer.map_or(Ok(()), save).map_err(|error| SaveError::Tokenizer(Box::new(error)))
     }
 
     /// A small text file, synced. Returns its size.
@@ -258,26 +294,53 @@ impl Staging {
         let list = |path: &Path| -> io::Result<Vec<std::ffi::OsString>> {
             std::fs::read_dir(path)?.map(|entry| Ok(entry?.file_name())).collect()
         };
-        for name in list(staged).map_err(|source| SaveError::io("list", staged, source))? {
-            let target = folder.join(&name);
-            std::fs::rename(staged.join(&name), &target)
-                .map_err(|source| SaveError::io("rename a file to", &target, source))?;
+        let mut all = list(staged).map_err(|source| SaveError::io("list", staged, source))?;
+        all.sort();
+        // Who is killed from here on leaves a folder that is no model.
+        let config = folder.join(CONFIG_NAME);
+        let is_missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+        match std::fs::remove_file(&config) {
+            Err(source) if !is_missing(&source) => return Err(SaveError::io("remove", &config, source)),
+            _ => sync_folder(folder),
         }
-        // Weights of an earlier save in the other form would be loaded instead of these.
+        let rename = |name: &std::ffi::OsString| {
+            let target = folder.join(name);
+            std::fs::rename(staged.join(name), &target)
+                .map_err(|source| SaveError::io("rename a file to", &target, source))
+        };
+        let (last, others): (Vec<_>, Vec<_>) = all.iter().partition(|name| *name == CONFIG_NAME);
+        others.into_iter().try_for_each(rename)?;
+        // Weights of an earlier save in the other form would be loaded instead of these, and so would another tokenizer's files.
+        let templates = folder.join(TEMPLATES);
+        if let Err(source) = std::fs::remove_dir_all(&templates)
+            && !is_missing(&source)
+        {
+            return Err(SaveError::io("remove", &templates, source));
+        }
         for name in list(folder).map_err(|source| SaveError::io("list", folder, source))? {
             let is_ours =
                 |name: &str| weights.iter().any(|w| w == name) || (weights.len() > 1 && name == INDEX_NAME);
             if let Some(name) = name.to_str()
-                && is_weights(name)
-                && !is_ours(name)
+                && (is_weights(name) && !is_ours(name)
+                    || TOKENIZER_FILES.contains(&name) && !all.iter().any(|own| own == name))
             {
                 let stale = folder.join(name);
                 std::fs::remove_file(&stale).map_err(|source| SaveError::io("remove", &stale, source))?;
             }
         }
         sync_folder(folder);
+        last.into_iter().try_for_each(rename)?;
+        sync_folder(folder);
         Ok(())
     }
+}
+
+/// Removes what killed programs left half-written in a folder.
+fn remove_hidden(folder: &Path) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let hidden = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(HIDDEN));
+    // What cannot be removed is in nobody's way.
+    hidden.for_each(|entry| drop(std::fs::remove_dir_all(entry.path())));
 }
 
 fn parent(path: &Path) -> &Path {

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::tokenizer::TokenizerError;
+
 /// A file that could not be written. Nothing half-written is left behind.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {
@@ -41,6 +43,9 @@ pub enum SaveError {
         /// Bytes that did not come; 0 where there were too many.
         missing: u64,
     },
+    /// The tokenizer's files could not be written beside the model's.
+    #[error(transparent)]
+    Tokenizer(Box<TokenizerError>),
     /// The model has a trait that the target format has no words for.
     #[error("{model} cannot be saved as {target}: {reason}")]
     Inexpressible {

@@ -23,7 +23,7 @@ use crate::save::{DEFAULT_SHARD_BYTES, SaveError, SaveWriter};
 use crate::source::rows::{encode_stripe, stripes};
 use crate::source::{ModelError, RowOrder, WeightSource};
 use crate::spec::ModelSpec;
-use crate::tokenizer::GgufTokenizerFields;
+use crate::tokenizer::{GgufTokenizerFields, Tokenizer};
 use crate::types_by_group::{TypesByGroup, WeightGroup};
 
 /// Where a parameter's values come from.
@@ -85,6 +85,7 @@ pub struct Transcoder<'a> {
     spec: &'a ModelSpec,
     source: &'a dyn RowSource,
     shard_bytes: u64,
+    tokenizer: Option<&'a Tokenizer>,
     packed: Packed,
     /// Told of values that were written, and how many there are.
     progress: &'a mut dyn FnMut(u64, u64),
@@ -137,6 +138,7 @@ impl<'a> Transcoder<'a> {
             spec,
             source,
             shard_bytes: DEFAULT_SHARD_BYTES,
+            tokenizer: None,
             packed: Packed::default(),
             progress,
             done: 0,
@@ -154,16 +156,22 @@ impl<'a> Transcoder<'a> {
         Transcoder { shard_bytes, ..self }
     }
 
+    /// Writes a tokenizer's files beside those of a folder.
+    pub fn with_tokenizer(self, tokenizer: Option<&'a Tokenizer>) -> Transcoder<'a> {
+        Transcoder { tokenizer, ..self }
+    }
+
     /// Packs the linears of these groups alone, where a [`Target`] packs linears as bitsandbytes does.
     pub fn packing(self, groups: &[WeightGroup]) -> Transcoder<'a> {
         Transcoder { packed: Packed::of(groups), ..self }
     }
 
-    /// Writes a folder's configuration and weights. The tokenizer's files are left to `tokenizer`. Returns the bytes.
+    /// Writes a folder's configuration and weights, and the tokenizer that was given. Returns the bytes without the tokenizer's.
     pub fn write_folder(&mut self, folder: &Path, target: Target) -> Result<u64, SaveError> {
         match target {
             Target::HuggingFace(dtype) => SaveWriter::new(self.spec, dtype)
                 .shard_bytes(self.shard_bytes)
+                .with_tokenizer(self.tokenizer)
                 .write(folder, |parameter, out| self.stream(parameter, parameter.role.saved_as(dtype), out)),
             Target::FourBit { .. } | Target::EightBit => self.write_packed(folder, target),
             Target::Mxfp4 => self.write_mxfp4(folder),

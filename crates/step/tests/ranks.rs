@@ -212,6 +212,24 @@ fn assert_first_close(a: &Ended, b: &Ended, precision: Precision, what: &str) {
     assert!((own - one).abs() <= tolerance * one, "{what}: {own} {one}");
 }
 
+/// A run that is taken up from the masters alone, as from a folder of adapters, has the weights that it would have had.
+#[test]
+fn a_weight_is_its_master_to_nearest() {
+    let settings = StepSettings { precision: BF16_WITH_MASTERS, ..settings(1, 12) };
+    let state: HashMap<String, Vec<u8>> = run(&wider(llama()), &settings, 1).state.into_iter().collect();
+    let mut compared = 0;
+    for (name, weight) in state.iter().filter(|(name, _)| name.contains(" Weight ")) {
+        let master = &state[&name.replace(" Weight ", " Master ")];
+        for (weight, master) in weight.chunks_exact(2).zip(master.chunks_exact(4)) {
+            let bits = u32::from_le_bytes(master.try_into().unwrap());
+            let nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+            assert_eq!(u32::from(u16::from_le_bytes(weight.try_into().unwrap())), nearest, "{name}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 10_000, "{compared}");
+}
+
 /// Settings in which every kind of precision, state, timing and checkpointing appears.
 fn cases() -> Vec<StepSettings> {
     let base = settings(1, 12);

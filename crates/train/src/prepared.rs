@@ -324,8 +324,9 @@ impl Prepared {
                 return Ok(tokenizer.save(folder)?);
             }
             SaveWriter::new(&plan.spec, dtype)
+                .with_tokenizer(Some(tokenizer))
                 .write(folder, |parameter, out| copy_out(|look| trainer.read_weight(parameter, look), out))?;
-            Ok(tokenizer.save(folder)?)
+            Ok(())
         };
         let process_memory = || {
             let memory = process_memory().unwrap_or_default();

@@ -19,7 +19,7 @@ use crate::chat_format::ChatFormat;
 use crate::failure::Failure;
 use crate::guessing::{self, DraftArgs, Guessing};
 use crate::inference::Inference;
-use crate::ranks::{self, Lines};
+use crate::ranks::{self, Lines, Stopping};
 use crate::session::Engine;
 use crate::signals;
 use console::Console;
@@ -70,7 +70,7 @@ impl Interrupts {
 
 pub fn run(args: &ChatArgs) -> Result<(), Failure> {
     guessing::check_ranks(&args.speculation, args.ranks)?;
-    ranks::on_each_with(Lines::OfFirst, args.ranks, |ranks| run_rank(args, ranks))
+    ranks::on_each_with(Lines::OfFirst, Stopping::Interrupted, args.ranks, |ranks| run_rank(args, ranks))
 }
 
 /// One rank, or the only one. The first one talks, and the others compute what it tells them.

@@ -224,11 +224,7 @@ pub fn write(
         }
         _ => {
             let tokenizer = unless_missing(files.tokenizer(), &mut notes)?;
-            let bytes = writer.write_folder(&output, target).map_err(failed)?;
-            if let Some(tokenizer) = tokenizer {
-                tokenizer.save(&output).map_err(ModelError::from)?;
-            }
-            bytes
+            writer.with_tokenizer(tokenizer.as_ref()).write_folder(&output, target).map_err(failed)?
         }
     };
     bar.finish_and_clear();

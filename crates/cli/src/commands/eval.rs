@@ -4,6 +4,7 @@ mod passes;
 mod samples;
 
 use plimsoll_data::EvalWindows;
+use plimsoll_data::chat::Skipped;
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::tokenizer::Tokenizer;
@@ -16,9 +17,9 @@ use serde_json::json;
 use crate::args::EvalArgs;
 use crate::failure::Failure;
 use crate::load_line::PlannedProcess;
-use crate::output::outln;
+use crate::output::{errln, outln};
 use crate::progress;
-use crate::ranks;
+use crate::ranks::{self, Stopping};
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
@@ -68,7 +69,7 @@ impl Task<'_> {
 }
 
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
-    ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
+    ranks::on_each(Stopping::AtOnce, args.ranks, |ranks| run_rank(args, ranks))
 }
 
 /// One rank, or the only one.
@@ -85,6 +86,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let length = window_tokens(args.sequence_length, model.spec())?;
     let task = &Task { args, model, ranks };
     let cache = cache_type(args.kv_cache.as_deref())?;
+    let mut left_out = Vec::new();
     let Evaluated { loss, targets, streaming, planned } = match args.format.as_deref().filter(|f| *f != TEXT)
     {
         None => {
@@ -100,6 +102,8 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
                 let (field, share) = (data.text_field(), data.max_invalid_share());
                 EvalWindows::read(&args.data, &field, share, &tokenizer, length as usize)?
             };
+            left_out.extend_from_slice(windows.left_out());
+            tell(task, &left_out);
             let engine = task.start()?;
             match cache {
                 None => whole_windows(task, &engine, &windows)?,
@@ -111,6 +115,8 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         }
         Some(format) => {
             let samples = samples::read(args, model, length, format)?;
+            left_out.extend(samples.sample_report().into_iter().flat_map(|report| report.skipped.clone()));
+            tell(task, &left_out);
             samples::measure(task, &task.start()?, &samples)?
         }
     };
@@ -120,6 +126,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if args.json {
         let mut document = json!({
             "tokens": tokens, "loss": mean, "perplexity": mean.exp(), "memory": planned.document(),
+            "left_out": left_out,
         });
         if let Some(streaming) = streaming {
             document["streaming"] = streaming.document();
@@ -132,6 +139,13 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Says which records of the data are not measured, and why.
+fn tell(task: &Task<'_>, left_out: &[Skipped]) {
+    for skipped in left_out.iter().filter(|_| !task.quiet()) {
+        errln!("--data: {skipped}");
+    }
 }
 
 /// Tokens of a window, as they were asked for. Where positions are learned, there are none beyond.

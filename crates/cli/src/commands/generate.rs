@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::guessing::{self, DraftArgs, Guessing};
 use crate::inference::Inference;
 use crate::output::{out, outln};
-use crate::ranks;
+use crate::ranks::{self, Stopping};
 use crate::streaming;
 use document::Document;
 use prompts::PromptText;
@@ -31,7 +31,7 @@ struct Prompt {
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     guessing::check_ranks(&args.speculation, args.ranks)?;
-    ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
+    ranks::on_each(Stopping::AtOnce, args.ranks, |ranks| run_rank(args, ranks))
 }
 
 /// One rank, or the only one. All of them read the same prompts, draw the same tokens and come to the same end.

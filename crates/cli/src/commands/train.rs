@@ -24,7 +24,7 @@ use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::progress::TrainingProgress;
-use crate::ranks;
+use crate::ranks::{self, Stopping};
 use crate::row;
 use crate::screen::{self, Restorer};
 use crate::session::{Engine, answers, load_config_on, resident_bytes};
@@ -39,7 +39,7 @@ pub fn run(args: &TrainArgs) -> Result<(), Failure> {
         let started = Started { ranks, of_each_machine: Some(ranks) };
         load_config_on(&args.source, &[], started)?.training_data()?;
     }
-    ranks::on_each(args.ranks, |ranks| run_rank(args, ranks))
+    ranks::on_each(Stopping::Saving, args.ranks, |ranks| run_rank(args, ranks))
 }
 
 /// The report of a run that is resumed and has come to its end: nothing is left to do. The last checkpoint may be of an earlier step

@@ -64,6 +64,10 @@ pub fn config_json(spec: &ModelSpec, dtype: DType) -> Result<String, SaveError> 
     if let Value::Object(common) = common {
         keys.extend(common);
     }
+    if spec.architecture == "phi3" {
+        // transformers takes 32000 where nothing is said, which smaller vocabularies do not have.
+        keys.insert("pad_token_id".to_owned(), Value::Null);
+    }
     let text = pretty(&Value::Object(keys));
     let again = Keys::parse("config.json".as_ref(), &text)
         .and_then(|keys| families::read(&keys, &spec.architecture, spec.name.clone()))

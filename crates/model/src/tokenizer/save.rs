@@ -1,6 +1,6 @@
 //! Saving a tokenizer as the files that `transformers`' `AutoTokenizer` loads.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
@@ -13,12 +13,8 @@ impl Tokenizer {
     /// Writes `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` into an existing folder; each file
     /// is whole or absent.
     pub fn save(&self, folder: &Path) -> Result<(), TokenizerError> {
-        let document = self
-            .shared
-            .engine
-            .to_string(false)
-            .map_err(|e| TokenizerError::invalid(&self.shared.origin, e))?;
-        write(folder, "tokenizer.json", &document)?;
+        // Not as a text of its own: a vocabulary takes megabytes.
+        write(folder, "tokenizer.json", |out| Ok(serde_json::to_writer(out, &self.shared.engine)?))?;
         let special = self.special_tokens();
         let mut config = Map::new();
         config.insert("tokenizer_class".to_owned(), "PreTrainedTokenizerFast".into());
@@ -30,8 +26,9 @@ impl Tokenizer {
         if let Some(templates) = self.shared.specials.chat_templates.to_config() {
             config.insert("chat_template".to_owned(), templates);
         }
-        write(folder, "tokenizer_config.json", &format!("{:#}\n", Value::Object(config)))?;
-        write(folder, "special_tokens_map.json", &format!("{:#}\n", Value::Object(special)))?;
+        let pretty = |object| move |out: &mut dyn Write| writeln!(out, "{:#}", Value::Object(object));
+        write(folder, "tokenizer_config.json", pretty(config))?;
+        write(folder, "special_tokens_map.json", pretty(special))?;
         sync_folder(folder);
         Ok(())
     }
@@ -49,11 +46,18 @@ impl Tokenizer {
     }
 }
 
-fn write(folder: &Path, name: &str, text: &str) -> Result<(), TokenizerError> {
+fn write(
+    folder: &Path,
+    name: &str,
+    contents: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<(), TokenizerError> {
     let path = folder.join(name);
-    let attempt = || -> std::io::Result<()> {
+    let attempt = || -> io::Result<()> {
         let mut aside = new_file_builder().prefix(".writing-").tempfile_in(folder)?;
-        aside.write_all(text.as_bytes())?;
+        let mut out = io::BufWriter::new(aside.as_file_mut());
+        contents(&mut out)?;
+        out.flush()?;
+        drop(out);
         aside.as_file().sync_all()?;
         aside.persist(&path).map_err(|e| e.error)?;
         Ok(())

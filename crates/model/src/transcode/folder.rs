@@ -73,6 +73,7 @@ impl Transcoder<'_> {
     ) -> Result<u64, SaveError> {
         let config = folder.config()?;
         let staging = Staging::new(folder.path)?;
+        staging.write_tokenizer(self.tokenizer)?;
         let mut written = staging.write(CONFIG_NAME, &format!("{config:#}\n"))?;
         written += staging.write(GENERATION_CONFIG_NAME, &generation_config_json(folder.spec))?;
         let names = shard_names(folder.shards.len());

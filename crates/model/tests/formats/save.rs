@@ -47,8 +47,20 @@ fn a_folder_is_saved_whole_or_in_shards() {
 
     // Over it, in shards, beside a file of somebody else's.
     write_file(&folder.join("README.md"), b"mine");
+    // And beside what would be read with the model: templates of another one's, and what somebody who was killed has left.
+    for stale in ["additional_chat_templates", ".saving-xyz"] {
+        std::fs::create_dir(folder.join(stale)).unwrap();
+        write_file(&folder.join(stale).join("tool_use.jinja"), b"stale");
+    }
+    for stale in ["chat_template.jinja", "tokenizer.json"] {
+        write_file(&folder.join(stale), b"stale");
+    }
     save(&folder, &spec, 30_000);
     let after = names(&folder);
+    assert!(
+        !after.iter().any(|name| name.contains("templat") || name.contains("token") || name.starts_with('.')),
+        "{after:?}"
+    );
     assert!(after.contains("README.md") && !after.contains("model.safetensors"), "{after:?}");
     let index: Value =
         serde_json::from_slice(&std::fs::read(folder.join("model.safetensors.index.json")).unwrap()).unwrap();

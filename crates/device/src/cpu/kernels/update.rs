@@ -102,7 +102,8 @@ fn update<S: Split>(
                 Some(master) => {
                     let master = &mut master[range.clone()];
                     body(&mut states, span, master, grad);
-                    param.assign(exec.simd, range, master, rounding, at);
+                    // Beside its master it is that, as it is where a master is read from a file.
+                    param.assign(exec.simd, range, master, Rounding::Nearest, at);
                 }
                 None => param.modify(exec.simd, range, &mut param_tile, rounding, at, |values| {
                     body(&mut states, span, values, grad);

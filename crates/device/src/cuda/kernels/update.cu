@@ -14,8 +14,9 @@ __device__ inline float scale_of(const Weights& w) { return w.grad_scale ? *w.gr
 __device__ inline float weight_at(const Weights& w, u64 i) { return w.master ? w.master[i] : load(w.param, i); }
 
 __device__ inline void set_weight(const Weights& w, u64 i, float value) {
-    if (w.master) w.master[i] = value;
-    store(w.param, i, value, w.rounding);
+    if (!w.master) return store(w.param, i, value, w.rounding);
+    w.master[i] = value;
+    store(w.param, i, value);
 }
 
 // The tensor that a weight is read from.
@@ -25,10 +26,11 @@ __device__ inline bool in_fours(const Weights& w) {
     return in_fours(w.param, w.rounding) && in_fours(w.grad) && in_fours(weights_of(w));
 }
 
-// Writes elements of a parameter.
+// Writes elements of a parameter: beside its master it is that, to nearest.
 template <class Places, class All> __device__ inline void set_weights(const Weights& w, Places i, const All& x, Rounder& by) {
-    if (w.master) put(floats(w.master), i, x);
-    put(w.param, i, x, by);
+    if (!w.master) return put(w.param, i, x, by);
+    put(floats(w.master), i, x);
+    put(w.param, i, x);
 }
 
 // The same rounding with random numbers of its own, for a state of the parameter.
