@@ -215,7 +215,7 @@ impl From<TrainError> for Failure {
             TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
                 Failure::does_not_fit(format!("memory.disk_path: {error}"))
             }
-            // What lives below the device has no room on the disk that the run's folder is on.
+            // Beside what lives below the device there is no room on its disk.
             error @ TrainError::NoRoom { needs, .. } if needs.spill_bytes > 0 => {
                 Failure::does_not_fit(error.to_string())
             }

@@ -20,8 +20,8 @@ const OF_THREAD: u64 = 64 << 10;
 /// A token of a tokenizer, its merges, and its share of words that were encoded before: 350 bytes were measured.
 const OF_TOKEN: u64 = 352;
 
-/// The same for as long as a tokenizer is saved: 70 bytes were measured.
-const OF_TOKEN_SAVED: u64 = 96;
+/// The same for as long as a tokenizer is saved: 120 bytes were measured.
+const OF_TOKEN_SAVED: u64 = 128;
 
 /// The same where only prompts are encoded: 180 bytes were measured.
 const OF_TOKEN_TO_ANSWER: u64 = 224;
@@ -55,8 +55,8 @@ pub fn overhead_bytes(pool: &Pool, tokens: u64, progress: Progress) -> u64 {
     };
     let stated = stated_bytes(program, pool).saturating_add(tokenizer_bytes(tokens, progress));
     let measured = measured_bytes(pool).saturating_add(match progress {
-        Progress::Ready => tokens.saturating_mul(OF_TOKEN_SAVED),
-        Progress::Planning | Progress::PlanningAnswers => 0,
+        Progress::Planning | Progress::Ready => tokens.saturating_mul(OF_TOKEN_SAVED),
+        Progress::PlanningAnswers => 0,
     });
     counted(stated, measured, progress)
 }

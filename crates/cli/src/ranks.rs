@@ -30,12 +30,15 @@ use crate::signals::heard;
 /// How long mpirun may take to end behind the last rank.
 #[cfg(unix)]
 const TIME_TO_END: Duration = Duration::from_secs(5);
-/// How often ranks are told to stop that do not.
-#[cfg(unix)]
-const TELL_EVERY: Duration = Duration::from_millis(250);
 /// How often it is looked whether it has.
 #[cfg(unix)]
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often ranks are told to stop that do not.
+#[cfg(unix)]
+const TELL_EVERY: Duration = Duration::from_millis(250);
+
+/// The exit code of a process that the word to stop ended: 128 and the number of SIGUSR1.
+const TOLD: u8 = 138;
 
 /// The flag by which a launcher tells that somebody types.
 const TYPED: &str = "--typed";
@@ -179,7 +182,7 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
     }
     let (status, stopped) =
         run(mpirun, stopping).map_err(|error| Failure::other(format!("mpirun: {error}")))?;
-    let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(crate::failure::OTHER);
+    let code = exit_code(status);
     Ok(Some(stopped.map_or(code, |stopped| stopped.exit_code(code))))
 }
 
@@ -190,15 +193,28 @@ struct Stopped {
     by_signal: u8,
     /// Whether they were ended, rather than told to.
     were_ended: bool,
+    /// Whether they end because they were told.
+    ends: bool,
 }
 
 impl Stopped {
     /// The exit code of all, where mpirun has ended with `code`: that of the signal, unless something else went wrong.
     fn exit_code(self, code: u8) -> u8 {
-        // Ranks that did not listen yet are ended by the signal itself, as those are that listen to none.
-        let by_signal = code == 0 || code > 128;
-        if by_signal || self.were_ended { self.by_signal } else { code }
+        // What does not listen yet is ended by the word to stop: a rank, or mpirun itself.
+        let by_word = code == TOLD;
+        let has_saved = code == 0 && self.ends;
+        if has_saved || by_word || self.were_ended { self.by_signal } else { code }
     }
+}
+
+/// The exit code of a process as shells have it.
+fn exit_code(status: ExitStatus) -> u8 {
+    #[cfg(unix)]
+    let by_signal = std::os::unix::process::ExitStatusExt::signal(&status).map(|signal| 128 + signal);
+    #[cfg(not(unix))]
+    let by_signal = None;
+    let code = status.code().or(by_signal).and_then(|code| u8::try_from(code).ok());
+    code.unwrap_or(crate::failure::OTHER)
 }
 
 /// Runs mpirun to its end. The first signal that asks for an end is told to the ranks; another one ends them at once.
@@ -220,7 +236,9 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<(ExitStatus, 
     let listener = std::thread::spawn(move || {
         for signal in signals.forever() {
             let is_first = noted.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst).is_ok();
-            let is_end = ends.fetch_or(!is_first, Ordering::SeqCst) || !is_first;
+            // Shells and launchers send other signals twice.
+            let is_last = !is_first && signal == SIGINT;
+            let is_end = ends.fetch_or(is_last, Ordering::SeqCst) || is_last;
             if let Some(launcher) = launcher {
                 // Where mpirun has ended there is nobody to tell.
                 let _ = kill_process(launcher, if is_end { Signal::TERM } else { Signal::USR1 });
@@ -243,13 +261,20 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<(ExitStatus, 
     handle.close();
     // It ends with its handle.
     let _ = listener.join();
-    let status = status?;
     let stopped = match first.load(Ordering::SeqCst) {
         0 => None,
         signal => u8::try_from(128 + signal).ok(),
     };
     let were_ended = ended.load(Ordering::SeqCst);
-    Ok((status, stopped.map(|by_signal| Stopped { by_signal, were_ended })))
+    let ends = stopping != Stopping::Interrupted;
+    let stopped = stopped.map(|by_signal| Stopped { by_signal, were_ended, ends });
+    match (status, stopped) {
+        // Ranks that were told while they joined each other: mpirun had to be ended.
+        (Err(error), Some(_)) if error.kind() == std::io::ErrorKind::Interrupted => {
+            Ok((std::os::unix::process::ExitStatusExt::from_raw(i32::from(TOLD) << 8), stopped))
+        }
+        (status, stopped) => Ok((status?, stopped)),
+    }
 }
 
 /// Waits until mpirun has ended, and does something meanwhile. Open MPI may hang where a rank was killed while it joined the others: mpirun is ended then.
@@ -270,9 +295,12 @@ fn wait(mpirun: &mut Child, mut meanwhile: impl FnMut()) -> std::io::Result<Exit
             mpirun.kill()?;
             mpirun.wait()?;
             let words = "a rank was killed and mpirun did not end with the others; --resume goes on from what was saved";
-            return Err(std::io::Error::other(words));
+            return Err(std::io::Error::new(std::io::ErrorKind::Interrupted, words));
         }
-        meanwhile();
+        // mpirun that has no ranks any more is ending, and would be ended by a word.
+        if !had_ranks || ranks == Some(true) {
+            meanwhile();
+        }
         std::thread::sleep(LOOK_EVERY);
     }
 }

@@ -455,6 +455,49 @@ mod over_mpi {
         assert!(model(folder, "out") == model(folder, "unbroken"));
     }
 
+    /// Whenever a stop comes: before there are ranks, before they listen, and where the run would go on for hours.
+    #[test]
+    fn a_stop_is_heard_however_early_it_comes() {
+        use std::os::unix::process::ExitStatusExt;
+        let folder = folder();
+        for (number, pause) in [20, 70, 150, 400].into_iter().enumerate() {
+            let out = format!("early-{number}");
+            let steps = ["--ranks", "2", "--set", "training.steps=1000000"];
+            let mut run = train(folder.path(), &out, &steps);
+            let run = run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(pause));
+            signal("-TERM", run.id());
+            let output = run.wait_with_output().unwrap();
+            // Before it listens itself, the signal ends it.
+            let by_signal = output.status.code() == Some(143) || output.status.signal() == Some(15);
+            assert!(by_signal, "{pause}: {:?} {}", output.status, said(&output));
+        }
+    }
+
+    /// As under `nohup`.
+    #[test]
+    fn a_signal_that_was_ignored_stays_ignored() {
+        let folder = folder();
+        let mut run = Command::new("sh");
+        run.args([
+            "-c",
+            "trap '' HUP; exec \"$0\" \"$@\"",
+            env!("CARGO_BIN_EXE_plimsoll"),
+            "train",
+            "c.yaml",
+        ]);
+        run.args(["--set", "output.dir=out", "--ranks", "2"]).args(LONG);
+        run.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder.path());
+        let mut run = run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        while !folder.path().join("out/checkpoint-4").exists() {
+            assert!(run.try_wait().unwrap().is_none(), "it ended by itself");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        signal("-HUP", run.id());
+        let output = run.wait_with_output().unwrap();
+        assert!(output.status.success(), "{:?} {}", output.status, said(&output));
+    }
+
     #[test]
     fn what_cannot_be_is_said_once_with_the_rank_and_ends_all() {
         let folder = folder();

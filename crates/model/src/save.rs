@@ -2,7 +2,8 @@
 //!
 //! Weights are streamed one parameter at a time from a callback, so memory does not grow with the model. All
 //! files are written aside in a folder of their own and moved into place when all are complete and synced; after
-//! an error nothing of them is left. A folder that is being replaced has no `config.json` meanwhile, so that nobody takes it for a model.
+//! an error until then nothing of them is left. A folder that is being replaced has no `config.json` while files are moved, so that
+//! nobody takes it for a model.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
@@ -59,6 +60,9 @@ impl<'a> SaveWriter<'a> {
     /// `weights` is asked for every parameter once, block by block, and writes its little-endian values in the writer's type, or in
     /// that which its role is always [saved in](Role::saved_as), row by row. Where a family stores matrices transposed, one of them at a
     /// time is kept in memory, and of a stack one of its matrices.
+    ///
+    /// # Errors
+    /// [`SaveError`]: the model cannot be expressed, or a file cannot be written. Until files are moved into the folder nothing is changed.
     pub fn write(
         &self,
         folder: &Path,
@@ -227,9 +231,6 @@ const TOKENIZER_FILES: [&str; 10] = [
 /// Further templates of a tokenizer, a file each.
 const TEMPLATES: &str = "additional_chat_templates";
 
-/// What the names of hidden folders begin with.
-const HIDDEN: &str = ".saving-";
-
 /// A hidden folder that files are written to; it goes away with everything in it unless it is committed.
 pub(crate) struct Staging {
     folder: tempfile::TempDir,
@@ -245,15 +246,13 @@ impl Staging {
             std::fs::create_dir_all(parent).map_err(|source| SaveError::io("create", parent, source))?;
             parent
         } else {
-            // Who writes into a folder has it alone: what is there of others is left of those that were killed.
-            remove_hidden(folder);
             folder
         };
         let mut builder = tempfile::Builder::new();
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
         let staging = builder
-            .prefix(HIDDEN)
+            .prefix(".saving-")
             .tempdir_in(place)
             .map_err(|source| SaveError::io("create a folder in", place, source))?;
         Ok(Staging { folder: staging, replaces })
@@ -297,12 +296,8 @@ impl Staging {
         let mut all = list(staged).map_err(|source| SaveError::io("list", staged, source))?;
         all.sort();
         // Who is killed from here on leaves a folder that is no model.
-        let config = folder.join(CONFIG_NAME);
-        let is_missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
-        match std::fs::remove_file(&config) {
-            Err(source) if !is_missing(&source) => return Err(SaveError::io("remove", &config, source)),
-            _ => sync_folder(folder),
-        }
+        remove(&folder.join(CONFIG_NAME))?;
+        sync_folder(folder);
         let rename = |name: &std::ffi::OsString| {
             let target = folder.join(name);
             std::fs::rename(staged.join(name), &target)
@@ -311,21 +306,18 @@ impl Staging {
         let (last, others): (Vec<_>, Vec<_>) = all.iter().partition(|name| *name == CONFIG_NAME);
         others.into_iter().try_for_each(rename)?;
         // Weights of an earlier save in the other form would be loaded instead of these, and so would another tokenizer's files.
-        let templates = folder.join(TEMPLATES);
-        if let Err(source) = std::fs::remove_dir_all(&templates)
-            && !is_missing(&source)
-        {
-            return Err(SaveError::io("remove", &templates, source));
+        let has_tokenizer = all.iter().any(|name| name == TOKENIZER_FILES[0]);
+        if has_tokenizer {
+            remove(&folder.join(TEMPLATES))?;
         }
         for name in list(folder).map_err(|source| SaveError::io("list", folder, source))? {
             let is_ours =
                 |name: &str| weights.iter().any(|w| w == name) || (weights.len() > 1 && name == INDEX_NAME);
             if let Some(name) = name.to_str()
                 && (is_weights(name) && !is_ours(name)
-                    || TOKENIZER_FILES.contains(&name) && !all.iter().any(|own| own == name))
+                    || has_tokenizer && TOKENIZER_FILES.contains(&name) && !all.iter().any(|own| own == name))
             {
-                let stale = folder.join(name);
-                std::fs::remove_file(&stale).map_err(|source| SaveError::io("remove", &stale, source))?;
+                remove(&folder.join(name))?;
             }
         }
         sync_folder(folder);
@@ -335,12 +327,14 @@ impl Staging {
     }
 }
 
-/// Removes what killed programs left half-written in a folder.
-fn remove_hidden(folder: &Path) {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let hidden = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(HIDDEN));
-    // What cannot be removed is in nobody's way.
-    hidden.for_each(|entry| drop(std::fs::remove_dir_all(entry.path())));
+/// Removes a file or a folder, if it is there.
+fn remove(path: &Path) -> Result<(), SaveError> {
+    let removed = match std::fs::symlink_metadata(path) {
+        Ok(found) if found.is_dir() => std::fs::remove_dir_all(path),
+        Ok(_) => std::fs::remove_file(path),
+        Err(_) => return Ok(()),
+    };
+    removed.map_err(|source| SaveError::io("remove", path, source))
 }
 
 fn parent(path: &Path) -> &Path {

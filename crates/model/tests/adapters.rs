@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
-use plimsoll_model::adapter::{AdapterSet, AdapterStart, TargetModules};
+use plimsoll_model::adapter::{AdapterBias, AdapterSet, AdapterStart, TargetModules};
 use plimsoll_model::{
     Adapted, Adapter, AdapterConfig, AdapterLayout, LoraPart, ModelFiles, Parameter, Role, SafetensorsFile,
     Target, Transcoder,
@@ -191,6 +191,33 @@ fn adapters_on_experts_are_merged_as_by_peft() {
                 }
             }
         }
+    }
+}
+
+/// PEFT has the layer of the base within its own, and looks there for the bias; it ignores names that it does not know.
+#[test]
+fn biases_of_adapted_modules_stand_in_the_layers_within_them() {
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data/families");
+    for (family, within, beside) in [
+        ("qwen2", "model.layers.1.self_attn.q_proj", None),
+        ("gpt2", "transformer.h.1.attn.c_attn", Some("transformer.ln_f.bias")),
+    ] {
+        let base = ModelFiles::open(&models.join(family)).unwrap();
+        let config = AdapterConfig { rank: 2, bias: AdapterBias::All, ..AdapterConfig::default() };
+        let layout = AdapterLayout::new(&config, base.spec()).unwrap();
+        let place = tempfile::tempdir().unwrap();
+        layout.write(place.path(), base.spec(), |p| Ok(vec![0.5; p.elements() as usize])).unwrap();
+        let check = || {
+            let file = SafetensorsFile::open(&place.path().join("adapter_model.safetensors")).unwrap();
+            let has = |name: &str| file.tensor(&format!("base_model.model.{name}")).is_some();
+            assert!(has(&format!("{within}.base_layer.bias")) && !has(&format!("{within}.bias")), "{family}");
+            assert!(beside.is_none_or(has), "{family}");
+        };
+        check();
+        // And of one that was read and is saved again.
+        let read = Adapter::open(place.path(), base.spec()).unwrap();
+        read.save(place.path()).unwrap();
+        check();
     }
 }
 

@@ -1,4 +1,5 @@
-//! Parquet files, row by row. Lists of structs become lists of objects; what is null is left out, and bytes that are no text are.
+//! Parquet files, row by row. Lists of structs become lists of objects. Fields that are null are left out, and bytes that are no text
+//! count as null, as do numbers that the reader has no words for.
 
 use std::cell::Cell;
 use std::fs::File;
@@ -48,10 +49,12 @@ fn value(field: &Field) -> Value {
                 Value::String(key) => key,
                 other => other.to_string(),
             };
-            let entries = map.entries().iter().map(|(name, field)| (key(name), value(field)));
+            let named = map.entries().iter().filter(|(name, _)| !value(name).is_null());
+            let entries = named.map(|(name, field)| (key(name), value(field)));
             Value::Object(entries.filter(|(_, value)| !value.is_null()).collect::<Map<String, Value>>())
         }
-        plain => plain.to_json_value(),
+        // It panics at decimals without digits before the point, and at dates of other eras.
+        plain => guarded(|| Ok(plain.to_json_value())).unwrap_or(Value::Null),
     }
 }
 

@@ -15,14 +15,14 @@ pub const BLOCK_8BIT: u64 = 256;
 pub struct Update<'a> {
     /// The weights, f32 or bf16.
     pub param: &'a Tensor,
-    /// f32 weights behind them. With a master the update happens there and `param` gets it rounded to nearest or as
-    /// `rounding` says; without one, `param` itself is updated, bf16 with `rounding`.
+    /// f32 weights behind them. With a master the update happens there and `param` gets it rounded to nearest; without
+    /// one, `param` itself is updated, bf16 with `rounding`.
     pub master: Option<&'a Tensor>,
     /// The gradient, f32 or bf16.
     pub grad: &'a Tensor,
     /// f32 `[1]`: factor on the gradient (the clipping coefficient); 1 where there is none.
     pub grad_scale: Option<&'a Tensor>,
-    /// How bf16 weights and bf16 states are rounded.
+    /// How bf16 states are rounded, and bf16 weights without a master.
     pub rounding: Rounding,
     /// The optimizer.
     pub rule: Rule<'a>,

@@ -392,7 +392,11 @@ impl AdapterLayout {
             return Vec::new();
         }
         let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
-        let file = FileTensor::new(format!("{PREFIX}{}", tensor.name), tensor.parts, transposed);
+        // The bias of a module with an adapter is that of the layer within, as the library names it.
+        let within =
+            tensor.name.strip_suffix(".bias").filter(|name| self.modules.iter().any(|m| m.name == *name));
+        let plain = within.map_or_else(|| tensor.name.clone(), |module| format!("{module}.base_layer.bias"));
+        let file = FileTensor::new(format!("{PREFIX}{plain}"), tensor.parts, transposed);
         // The library would untie a trained embedding: the head is written as well.
         let is_head_too = spec.tie_word_embeddings
             && file.parts.first().is_some_and(|part| part.role() == Role::TokenEmbedding);

@@ -187,6 +187,9 @@ impl FirstValues {
 
     fn matrix(&self, name: &str) -> Result<Matrix, AdapterError> {
         let fail = |reason| AdapterError::Tensor { path: self.path.clone(), tensor: name.to_owned(), reason };
+        // Folders of earlier versions have a bias beside the layer, not within it.
+        let earlier = name.replace(".base_layer.", ".");
+        let name = if self.file.tensor(name).is_some() { name } else { &earlier };
         let (tensor, bytes) = (self.file.tensor(name), self.file.bytes(name));
         let (Some(tensor), Some(bytes)) = (tensor, bytes) else {
             return Err(fail("it is missing; the folder has changed".to_owned()));

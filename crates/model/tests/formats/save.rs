@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use plimsoll_device::DType;
+use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelFiles, ModelSpec, SaveWriter};
 use serde_json::Value;
 
@@ -17,7 +18,11 @@ fn names(folder: &Path) -> BTreeSet<String> {
 }
 
 fn save(folder: &Path, spec: &ModelSpec, shard_bytes: u64) -> u64 {
-    let writer = SaveWriter::new(spec, DType::Bf16).shard_bytes(shard_bytes);
+    save_with(folder, spec, shard_bytes, None)
+}
+
+fn save_with(folder: &Path, spec: &ModelSpec, shard_bytes: u64, tokenizer: Option<&Tokenizer>) -> u64 {
+    let writer = SaveWriter::new(spec, DType::Bf16).shard_bytes(shard_bytes).with_tokenizer(tokenizer);
     writer.write(folder, |parameter, out| out.write_all(&weights(spec, parameter, DType::Bf16))).unwrap()
 }
 
@@ -47,20 +52,8 @@ fn a_folder_is_saved_whole_or_in_shards() {
 
     // Over it, in shards, beside a file of somebody else's.
     write_file(&folder.join("README.md"), b"mine");
-    // And beside what would be read with the model: templates of another one's, and what somebody who was killed has left.
-    for stale in ["additional_chat_templates", ".saving-xyz"] {
-        std::fs::create_dir(folder.join(stale)).unwrap();
-        write_file(&folder.join(stale).join("tool_use.jinja"), b"stale");
-    }
-    for stale in ["chat_template.jinja", "tokenizer.json"] {
-        write_file(&folder.join(stale), b"stale");
-    }
     save(&folder, &spec, 30_000);
     let after = names(&folder);
-    assert!(
-        !after.iter().any(|name| name.contains("templat") || name.contains("token") || name.starts_with('.')),
-        "{after:?}"
-    );
     assert!(after.contains("README.md") && !after.contains("model.safetensors"), "{after:?}");
     let index: Value =
         serde_json::from_slice(&std::fs::read(folder.join("model.safetensors.index.json")).unwrap()).unwrap();
@@ -75,6 +68,29 @@ fn a_folder_is_saved_whole_or_in_shards() {
     expected.insert("README.md".to_owned());
     assert_eq!(names(&folder), expected);
     check_weights(&folder, &spec);
+}
+
+/// What belongs to the tokenizer that was there goes with it, and what is somebody else's stays. Where there is no tokenizer to write, the
+/// one that is there may be the model's own.
+#[test]
+fn a_tokenizer_takes_the_place_of_another() {
+    let place = tempfile::tempdir().unwrap();
+    let (spec, folder) = (tiny_spec(), place.path().join("model"));
+    let tokenizer = Tokenizer::byte_level().unwrap();
+    save_with(&folder, &spec, u64::MAX, Some(&tokenizer));
+    let whole = names(&folder);
+    assert!(whole.contains("tokenizer.json"), "{whole:?}");
+    assert_eq!(names(place.path()).len(), 1, "nothing is left beside it");
+    let stale = ["chat_template.jinja", "merges.txt", "additional_chat_templates/tool_use.jinja"];
+    std::fs::create_dir(folder.join("additional_chat_templates")).unwrap();
+    stale.iter().for_each(|name| write_file(&folder.join(name), b"stale"));
+    save(&folder, &spec, u64::MAX);
+    assert!(stale.iter().all(|name| folder.join(name).exists()));
+    write_file(&folder.join("notes.txt"), b"mine");
+    save_with(&folder, &spec, u64::MAX, Some(&tokenizer));
+    let mut expected = whole;
+    expected.insert("notes.txt".to_owned());
+    assert_eq!(names(&folder), expected);
 }
 
 #[cfg(unix)]

@@ -34,7 +34,7 @@ pub(in crate::cpu) use sgd::sgd;
 /// The weights of a parameter, and the gradient to update them from.
 pub(in crate::cpu) struct Weights<'a> {
     pub param: FloatsMut<'a>,
-    /// With a master the update happens there and `param` gets it rounded; without, `param` itself is updated.
+    /// With a master the update happens there and `param` gets it rounded to nearest; without, `param` itself is updated.
     pub master: Option<&'a mut [f32]>,
     pub grad: Floats<'a>,
     pub grad_scale: f32,
