@@ -20,11 +20,11 @@ const OF_THREAD: u64 = 64 << 10;
 /// A token of a tokenizer, its merges, and its share of words that were encoded before: 350 bytes were measured.
 const OF_TOKEN: u64 = 352;
 
-/// The same for as long as a tokenizer is saved: 120 bytes were measured.
-const OF_TOKEN_SAVED: u64 = 128;
-
 /// The same where only prompts are encoded: 180 bytes were measured.
 const OF_TOKEN_TO_ANSWER: u64 = 224;
+
+/// What a token takes beside that while the tokenizer is saved: 120 bytes were measured.
+const OF_TOKEN_SAVED: u64 = 128;
 
 /// Pages of the program, stacks and threads' heaps that the work itself will be the first to touch: at most 3 MiB were
 /// measured, whatever the model and the number of threads.

@@ -38,6 +38,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const TELL_EVERY: Duration = Duration::from_millis(250);
 
 /// The exit code of a process that the word to stop ended: 128 and the number of SIGUSR1.
+#[cfg(unix)]
 const TOLD: u8 = 138;
 
 /// The flag by which a launcher tells that somebody types.
@@ -180,14 +181,11 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
             mpirun.arg(TYPED);
         }
     }
-    let (status, stopped) =
-        run(mpirun, stopping).map_err(|error| Failure::other(format!("mpirun: {error}")))?;
-    let code = exit_code(status);
-    Ok(Some(stopped.map_or(code, |stopped| stopped.exit_code(code))))
+    run(mpirun, stopping).map(Some).map_err(|error| Failure::other(format!("mpirun: {error}")))
 }
 
 /// That ranks were told to stop.
-#[derive(Clone, Copy)]
+#[cfg(unix)]
 struct Stopped {
     /// The exit code of a program that ends because of the signal.
     by_signal: u8,
@@ -197,9 +195,10 @@ struct Stopped {
     ends: bool,
 }
 
+#[cfg(unix)]
 impl Stopped {
     /// The exit code of all, where mpirun has ended with `code`: that of the signal, unless something else went wrong.
-    fn exit_code(self, code: u8) -> u8 {
+    fn exit_code(&self, code: u8) -> u8 {
         // What does not listen yet is ended by the word to stop: a rank, or mpirun itself.
         let by_word = code == TOLD;
         let has_saved = code == 0 && self.ends;
@@ -217,9 +216,10 @@ fn exit_code(status: ExitStatus) -> u8 {
     code.unwrap_or(crate::failure::OTHER)
 }
 
-/// Runs mpirun to its end. The first signal that asks for an end is told to the ranks; another one ends them at once.
+/// Runs mpirun to its end. The first signal that asks for an end is told to the ranks; another Ctrl-C ends them at once.
+/// Gives the exit code of all.
 #[cfg(unix)]
-fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<(ExitStatus, Option<Stopped>)> {
+fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     use std::os::unix::process::CommandExt;
 
     // A terminal's Ctrl-C would reach mpirun, too, which ends the ranks before they have saved.
@@ -265,25 +265,28 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<(ExitStatus, 
         0 => None,
         signal => u8::try_from(128 + signal).ok(),
     };
-    let were_ended = ended.load(Ordering::SeqCst);
-    let ends = stopping != Stopping::Interrupted;
+    let (were_ended, ends) = (ended.load(Ordering::SeqCst), stopping != Stopping::Interrupted);
     let stopped = stopped.map(|by_signal| Stopped { by_signal, were_ended, ends });
-    match (status, stopped) {
-        // Ranks that were told while they joined each other: mpirun had to be ended.
-        (Err(error), Some(_)) if error.kind() == std::io::ErrorKind::Interrupted => {
-            Ok((std::os::unix::process::ExitStatusExt::from_raw(i32::from(TOLD) << 8), stopped))
+    let code = match status? {
+        Some(status) => exit_code(status),
+        // Its ranks were told while they joined each other.
+        None if stopped.is_some() => TOLD,
+        None => {
+            let words = "a rank was killed and mpirun did not end with the others; --resume goes on from what was saved";
+            return Err(std::io::Error::other(words));
         }
-        (status, stopped) => Ok((status?, stopped)),
-    }
+    };
+    Ok(stopped.map_or(code, |stopped| stopped.exit_code(code)))
 }
 
-/// Waits until mpirun has ended, and does something meanwhile. Open MPI may hang where a rank was killed while it joined the others: mpirun is ended then.
+/// Waits until mpirun has ended, and does something meanwhile. Open MPI may hang where a rank was killed while it joined the others: mpirun
+/// is ended then, and there is no status.
 #[cfg(unix)]
-fn wait(mpirun: &mut Child, mut meanwhile: impl FnMut()) -> std::io::Result<ExitStatus> {
+fn wait(mpirun: &mut Child, mut meanwhile: impl FnMut()) -> std::io::Result<Option<ExitStatus>> {
     let (mut had_ranks, mut without) = (false, None::<Instant>);
     loop {
         if let Some(status) = mpirun.try_wait()? {
-            return Ok(status);
+            return Ok(Some(status));
         }
         let ranks = has_living_children(mpirun.id());
         had_ranks |= ranks == Some(true);
@@ -294,8 +297,7 @@ fn wait(mpirun: &mut Child, mut meanwhile: impl FnMut()) -> std::io::Result<Exit
         if without.is_some_and(|since| since.elapsed() > TIME_TO_END) {
             mpirun.kill()?;
             mpirun.wait()?;
-            let words = "a rank was killed and mpirun did not end with the others; --resume goes on from what was saved";
-            return Err(std::io::Error::new(std::io::ErrorKind::Interrupted, words));
+            return Ok(None);
         }
         // mpirun that has no ranks any more is ending, and would be ended by a word.
         if !had_ranks || ranks == Some(true) {
@@ -318,8 +320,8 @@ fn has_living_children(id: u32) -> Option<bool> {
 }
 
 #[cfg(not(unix))]
-fn run(mut mpirun: Command, _stopping: Stopping) -> std::io::Result<(ExitStatus, Option<Stopped>)> {
-    Ok((mpirun.status()?, None))
+fn run(mut mpirun: Command, _stopping: Stopping) -> std::io::Result<u8> {
+    Ok(exit_code(mpirun.status()?))
 }
 
 fn without_mpi(ranks: u32) -> Failure {

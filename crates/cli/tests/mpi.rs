@@ -415,7 +415,10 @@ mod over_mpi {
 
     /// Starts ranks, and waits until they have written a checkpoint.
     fn started(folder: &Path, ranks: &str) -> Child {
-        let mut run = train(folder, "out", &[&["--ranks", ranks], &LONG[..]].concat());
+        until_saved(folder, train(folder, "out", &[&["--ranks", ranks], &LONG[..]].concat()))
+    }
+
+    fn until_saved(folder: &Path, mut run: Command) -> Child {
         let mut run = run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         while !folder.join("out/checkpoint-4").exists() {
             assert!(run.try_wait().unwrap().is_none(), "it ended by itself");
@@ -488,11 +491,7 @@ mod over_mpi {
         ]);
         run.args(["--set", "output.dir=out", "--ranks", "2"]).args(LONG);
         run.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder.path());
-        let mut run = run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        while !folder.path().join("out/checkpoint-4").exists() {
-            assert!(run.try_wait().unwrap().is_none(), "it ended by itself");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let run = until_saved(folder.path(), run);
         signal("-HUP", run.id());
         let output = run.wait_with_output().unwrap();
         assert!(output.status.success(), "{:?} {}", output.status, said(&output));

@@ -213,14 +213,8 @@ impl Adapter {
             } else {
                 vec![matrix.rows as u64, matrix.columns as u64]
             };
-            // What is the base's stands within a module that has an adapter: a table's copy, and a bias.
-            let within = |kind: &str| {
-                let module = name.strip_suffix(kind)?;
-                let has_adapter = self.low_rank.contains_key(&format!("{module}.weight"));
-                has_adapter.then(|| format!("{module}.base_layer{kind}"))
-            };
-            let plain = within(".weight").or_else(|| within(".bias")).unwrap_or_else(|| name.clone());
-            add(format!("{PREFIX}{plain}"), shape, matrix.values.as_slice());
+            let has_adapter = |module: &str| self.low_rank.contains_key(&format!("{module}.weight"));
+            add(name_of_base(name, has_adapter), shape, matrix.values.as_slice());
         }
         let headers: Vec<NewTensor> = tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
         let mut next = tensors.iter();
@@ -235,6 +229,16 @@ impl Adapter {
         )?;
         self.config.write(&folder.join(ADAPTER_CONFIG_NAME))
     }
+}
+
+/// The name in an adapter's file of a tensor of the base: a module that has an adapter has its layer of the base, and that one's bias and a
+/// table's copy, within it.
+fn name_of_base(name: &str, has_adapter: impl Fn(&str) -> bool) -> String {
+    let within = |kind: &str| {
+        let module = name.strip_suffix(kind).filter(|module| has_adapter(module))?;
+        Some(format!("{PREFIX}{module}.base_layer{kind}"))
+    };
+    within(".weight").or_else(|| within(".bias")).unwrap_or_else(|| format!("{PREFIX}{name}"))
 }
 
 /// What a checkpoint stores of a block with a tensor for each matrix of each expert: adapters have the names of these.

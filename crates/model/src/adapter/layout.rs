@@ -13,7 +13,7 @@ use plimsoll_device::DType;
 use super::pissa::sides;
 use super::{
     ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, Adapter, AdapterBias, AdapterConfig, AdapterError,
-    AdapterStart, HEAD, PREFIX, linears,
+    AdapterStart, HEAD, PREFIX, linears, name_of_base,
 };
 use crate::convert::{ConversionError, encode};
 use crate::init;
@@ -392,11 +392,8 @@ impl AdapterLayout {
             return Vec::new();
         }
         let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
-        // The bias of a module with an adapter is that of the layer within, as the library names it.
-        let within =
-            tensor.name.strip_suffix(".bias").filter(|name| self.modules.iter().any(|m| m.name == *name));
-        let plain = within.map_or_else(|| tensor.name.clone(), |module| format!("{module}.base_layer.bias"));
-        let file = FileTensor::new(format!("{PREFIX}{plain}"), tensor.parts, transposed);
+        let has_adapter = |name: &str| self.modules.iter().any(|module| module.name == name);
+        let file = FileTensor::new(name_of_base(&tensor.name, has_adapter), tensor.parts, transposed);
         // The library would untie a trained embedding: the head is written as well.
         let is_head_too = spec.tie_word_embeddings
             && file.parts.first().is_some_and(|part| part.role() == Role::TokenEmbedding);
