@@ -114,7 +114,7 @@ pub enum Command {
     Bench(BenchArgs),
     /// Change a model's format or type: Hugging Face to GGUF and back, or quantise it
     Convert(ConvertArgs),
-    /// Write a model with an adapter in its weights
+    /// Write a model with adapters in its weights
     Merge(MergeArgs),
     /// Show what a model's files hold
     Inspect(InspectArgs),
@@ -130,6 +130,13 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// List every key of the configuration with its default
     Config(ConfigArgs),
+    /// Run a command that ends where the process ends that has started this one
+    #[command(hide = true)]
+    EndWithParent {
+        /// The command
+        #[arg(last = true, value_name = "COMMAND")]
+        command: Vec<OsString>,
+    },
 }
 
 /// A configuration and what is changed of it.
@@ -369,6 +376,9 @@ pub struct TrainArgs {
     /// Train on so many ranks of this machine, each a process with its own share of the batch (docs/ranks.md)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub ranks: Option<u32>,
+    /// This rank was started by `--ranks` of another process
+    #[arg(long, hide = true)]
+    pub launched: bool,
     /// Threads of a rank; by default one a core that may be used. The results do not depend on it
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -509,9 +519,9 @@ pub struct MergeArgs {
     /// Base model: a folder, a .safetensors or a .gguf file
     #[arg(long)]
     pub model: String,
-    /// Adapter's folder, as PEFT writes it
-    #[arg(long, value_name = "DIR")]
-    pub adapter: PathBuf,
+    /// Adapter to merge: a PEFT folder, or DIR=WEIGHT; several are added up
+    #[arg(long, value_name = "DIR", required = true)]
+    pub adapter: Vec<String>,
     #[command(flatten)]
     pub output: OutputArgs,
 }

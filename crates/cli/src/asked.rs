@@ -7,7 +7,7 @@ use crate::args::{ConfigSource, MachineArgs};
 use crate::failure::Failure;
 use crate::models::{self, Need};
 use crate::overhead::{Progress, tokenizer_bytes};
-use crate::session::{Engine, load_config_on, load_config_over};
+use crate::session::{DiskUse, Engine, load_config_on, load_config_over};
 use crate::speeds::PlanSpeeds;
 
 /// What a plan is asked for.
@@ -69,14 +69,15 @@ impl Asked {
         &self,
         make: &mut dyn FnMut(&Machine) -> Result<TrainingPlan, Failure>,
     ) -> Result<(TrainingPlan, PlanSpeeds), Failure> {
-        self.planned(Progress::Planning, &|plan: &TrainingPlan| plan.disk_bytes() > 0, make)
+        let disk_use = |plan: &TrainingPlan| DiskUse::of(plan, plan.run_needs(None).most_bytes);
+        self.planned(Progress::Planning, &disk_use, make)
     }
 
-    /// A plan of any kind, and whose speeds its time is made of; `uses_disk` says whether a disk's are among them.
+    /// A plan of any kind, and whose speeds its time is made of; `disk_use` says whether a disk's are among them.
     pub fn planned<P>(
         &self,
         progress: Progress,
-        uses_disk: &dyn Fn(&P) -> bool,
+        disk_use: &dyn Fn(&P) -> Option<DiskUse>,
         make: &mut dyn FnMut(&Machine) -> Result<P, Failure>,
     ) -> Result<(P, PlanSpeeds), Failure> {
         if let Some(target) = &self.target {
@@ -89,8 +90,8 @@ impl Asked {
             (machine.limits, machine.disk_available) = (ProcessLimits::NONE, None);
             machine.rates.disk = DiskRates::USUAL;
         }
-        let plan = engine.plan(&self.config, &machine, uses_disk, make)?;
-        let folder = (uses_disk(&plan) && !self.elsewhere).then(|| self.config.disk_path());
+        let plan = engine.plan(&self.config, &machine, disk_use, make)?;
+        let folder = (disk_use(&plan).is_some() && !self.elsewhere).then(|| self.config.disk_path());
         let speeds = PlanSpeeds::of(&engine, folder.as_deref(), self.elsewhere);
         Ok((plan, speeds))
     }
@@ -154,7 +155,10 @@ pub fn load_config_for(
             let of_each_machine = Some(count(target.devices_of_machine));
             load_config_on(source, imported, Started { ranks: count(target.devices()), of_each_machine })?
         }
-        (None, Some(ranks)) => load_config_on(source, imported, Started { ranks, of_each_machine: None })?,
+        // They are to share this machine.
+        (None, Some(ranks)) => {
+            load_config_on(source, imported, Started { ranks, of_each_machine: Some(ranks) })?
+        }
         (None, None) => load_config_over(source, imported, &[])?,
     };
     config.divisions()?;

@@ -42,6 +42,11 @@ impl ChatFormat {
                     StopStrings::new(vec![PLAIN_STOP.to_owned()]).map_err(|e| Failure::other(e.to_string()))?;
                 tokenizer.chat_template_from(PLAIN, "--chat-template plain")?
             }
+            Some("") => {
+                return Err(Failure::usage(
+                    "--chat-template is empty; name a Jinja file, or plain for a transcript of `User:` and `Assistant:`",
+                ));
+            }
             Some(path) => {
                 let source = ChatTemplate::read_source(Path::new(path))
                     .map_err(|e| Failure::usage(format!("--chat-template {path}: {e}")))?;

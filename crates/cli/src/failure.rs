@@ -131,6 +131,7 @@ impl From<DiskError> for Failure {
     fn from(error: DiskError) -> Failure {
         let exit_code = match error {
             DiskError::OverBudget { .. } | DiskError::Reservation(_) => DOES_NOT_FIT,
+            DiskError::NoSpill { .. } => USAGE,
             _ => OTHER,
         };
         Failure { message: error.to_string(), exit_code }
@@ -214,6 +215,9 @@ impl From<TrainError> for Failure {
             TrainError::Origin(error) => error.into(),
             TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
                 Failure::does_not_fit(format!("memory.disk_path: {error}"))
+            }
+            TrainError::Disk(error @ DiskError::NoSpill { .. }) => {
+                Failure::usage(format!("memory.disk_path: {error}"))
             }
             // Beside what lives below the device there is no room on its disk.
             error @ TrainError::NoRoom { needs, .. } if needs.spill_bytes > 0 => {

@@ -1,5 +1,6 @@
 //! The ranks that train together: started by this program, by mpirun or by SLURM.
 
+use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -38,11 +39,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const TELL_EVERY: Duration = Duration::from_millis(250);
 
 /// The exit code of a process that the word to stop ended: 128 and the number of SIGUSR1.
-#[cfg(unix)]
-const TOLD: u8 = 138;
+pub const TOLD: u8 = 138;
 
 /// The flag by which a launcher tells that somebody types.
 const TYPED: &str = "--typed";
+
+/// The flag by which it tells ranks that save that they are its own.
+const LAUNCHED: &str = "--launched";
 
 /// The variables by which launchers tell a process how many ranks there are.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
@@ -162,8 +165,9 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
             "mpirun is not there; install MPI (`apt-get install openmpi-bin` on Debian and Ubuntu), or start the ranks with srun",
         ));
     };
-    let mut mpirun = Command::new("mpirun");
-    mpirun.args(["-n", &ranks.to_string()]);
+    let program = std::env::current_exe().map_err(|error| Failure::other(error.to_string()))?;
+    let mut mpirun = Command::new(&program);
+    mpirun.args(["end-with-parent", "--", "mpirun", "-n", &ranks.to_string()]);
     if String::from_utf8_lossy(&version.stdout).contains("Open MPI") {
         // Ranks share out the cores themselves, and may be more than the cores.
         mpirun.args(["--oversubscribe", "--bind-to", "none"]);
@@ -172,8 +176,10 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
             mpirun.arg("--allow-run-as-root");
         }
     }
-    let program = std::env::current_exe().map_err(|error| Failure::other(error.to_string()))?;
     mpirun.arg(program).args(std::env::args_os().skip(1));
+    if stopping == Stopping::Saving {
+        mpirun.arg(LAUNCHED);
+    }
     if lines == Lines::OfFirst {
         // mpirun is in no terminal's foreground, where alone it would read.
         mpirun.stdin(Stdio::piped());
@@ -182,6 +188,26 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
         }
     }
     run(mpirun, stopping).map(Some).map_err(|error| Failure::other(format!("mpirun: {error}")))
+}
+
+/// Becomes another program, which ends where the process ends that started this one, however that happens.
+pub fn end_with_parent(command: &[OsString]) -> Result<(), Failure> {
+    let Some((program, arguments)) = command.split_first() else {
+        return Err(Failure::usage("end-with-parent: name a command"));
+    };
+    let mut command = Command::new(program);
+    command.args(arguments);
+    let failed = |error: std::io::Error| Failure::other(format!("{}: {error}", program.display()));
+    #[cfg(target_os = "linux")]
+    rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
+        .map_err(|error| failed(error.into()))?;
+    #[cfg(unix)]
+    return Err(failed(std::os::unix::process::CommandExt::exec(&mut command)));
+    #[cfg(not(unix))]
+    match exit_code(command.status().map_err(failed)?) {
+        0 => Ok(()),
+        code => Err(Failure::stopped(code)),
+    }
 }
 
 /// That ranks were told to stop.
@@ -473,8 +499,9 @@ mod mpi {
 
     pub fn end_all(ranks: &MpiRanks, failure: &Failure) {
         let rank = ranks.communicator().rank();
-        let words = format!("error: rank {rank} on {}: {failure}", host());
-        let _ = writeln!(std::io::stderr(), "{words}");
+        // In one piece, so that what other ranks say is not in the middle of it.
+        let words = format!("error: rank {rank} on {}: {failure}\n", host());
+        let _ = std::io::stderr().write_all(words.as_bytes());
         ranks.abort(i32::from(failure.exit_code()));
     }
 }

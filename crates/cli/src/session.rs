@@ -9,8 +9,10 @@ use plimsoll_device::{Cpu, Cuda, DType, Device, DeviceError, DeviceTraits};
 use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_parallel::Communicator;
 use plimsoll_plan::config::{Imported, Override, RawConfig, Started};
-use plimsoll_plan::hardware::{Hardware, disk_space, process_memory};
-use plimsoll_plan::{Apart, DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, Wiring};
+use plimsoll_plan::hardware::{Hardware, disk_space, on_one_disk, process_memory};
+use plimsoll_plan::{
+    Apart, DiskRates, DryRun, LoadLine, Machine, ProcessLimits, Rates, TrainingPlan, Wiring,
+};
 use plimsoll_step::{Linears, Precision};
 
 use crate::args::ConfigSource;
@@ -258,6 +260,7 @@ impl Engine {
             disk_available: disk_space(&config.disk_path())
                 .ok()
                 .map(|space| space.available.0 / u64::from(self.ranks.max(1))),
+            disk_reserved: 0,
             device_bytes: None,
             host_bytes: None,
         }
@@ -285,25 +288,33 @@ impl Engine {
         }
     }
 
-    /// Plans for a machine. Where the plan reads or writes a disk that was never measured, as `uses_disk` says, the disk is measured
-    /// and the plan made again.
+    /// Plans for a machine. The plan is made again where it uses a disk that was never measured, and where the run fills the disk that
+    /// the plan spills to with something else.
     pub fn plan<P, E>(
         &self,
         config: &RawConfig,
         machine: &Machine,
-        uses_disk: impl Fn(&P) -> bool,
+        disk_use: impl Fn(&P) -> Option<DiskUse>,
         mut plan: impl FnMut(&Machine) -> Result<P, E>,
     ) -> Result<P, E> {
         let first = plan(machine)?;
         let folder = config.disk_path();
-        let elsewhere = machine.disk_available.is_none();
-        if !uses_disk(&first) || elsewhere || self.speeds().disk(&folder).is_some() {
+        let (Some(DiskUse { spilled, written }), Some(free)) = (disk_use(&first), machine.disk_available)
+        else {
+            return Ok(first);
+        };
+        let is_shared = written > 0 && on_one_disk(&config.output.dir(), &folder);
+        let disk_reserved = if is_shared { written.div_ceil(u64::from(self.ranks.max(1))) } else { 0 };
+        let too_full = is_shared && spilled.saturating_add(disk_reserved) > free;
+        let measured = match self.speeds().disk(&folder) {
+            Some(_) => None,
+            None => self.speeds().measure_disk(&folder),
+        };
+        if measured.is_none() && !too_full {
             return Ok(first);
         }
-        match self.speeds().measure_disk(&folder) {
-            Some(disk) => plan(&Machine { rates: Rates { disk, ..machine.rates }, ..*machine }),
-            None => Ok(first),
-        }
+        let disk = measured.unwrap_or(machine.rates.disk);
+        plan(&Machine { rates: Rates { disk, ..machine.rates }, disk_reserved, ..*machine })
     }
 
     /// A device with an arena of just the planned size, if the process has kept to the line so far.
@@ -345,6 +356,22 @@ impl Engine {
     /// process.
     pub fn overhead_bytes(&self) -> u64 {
         measured_bytes(&self.pool)
+    }
+}
+
+/// What a plan takes of disks.
+#[derive(Clone, Copy, Default)]
+pub struct DiskUse {
+    /// Bytes of its spill file.
+    pub spilled: u64,
+    /// Bytes that its run writes to the output folder, at the moment when they are most.
+    pub written: u64,
+}
+
+impl DiskUse {
+    /// Of a plan whose run still writes so much.
+    pub fn of(plan: &TrainingPlan, written: u64) -> Option<DiskUse> {
+        Some(DiskUse { spilled: plan.disk_bytes(), written }).filter(|disk| disk.spilled > 0)
     }
 }
 

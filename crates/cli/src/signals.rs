@@ -65,11 +65,9 @@ impl StopSignals {
 
     /// The exit code of a program that ended because of the last signal, as shells have it: 128 and the signal's
     /// number.
-    /// 0 where the launcher of the ranks has asked, which knows the signal.
     pub fn exit_code(&self) -> u8 {
         match self.last.load(Ordering::SeqCst) {
             0 => exit_code(SIGINT as usize),
-            signal if signal == SIGUSR1 as usize => 0,
             signal => exit_code(signal),
         }
     }

@@ -44,8 +44,7 @@ impl Weights {
         let adapters = match args.adapter.as_slice() {
             [] => None,
             given => {
-                let folders = given.iter().map(|text| folder_and_weight(text));
-                let folders: Vec<(&Path, f32)> = folders.collect::<Result<_, _>>()?;
+                let folders = folders_and_weights(given)?;
                 Some(AdapterSet::open(&folders, files.spec()).map_err(TrainError::from)?)
             }
         };
@@ -178,6 +177,11 @@ impl Weights {
         base.release_all();
         Ok(read?)
     }
+}
+
+/// What `--adapter` says, once or several times.
+pub fn folders_and_weights(given: &[String]) -> Result<Vec<(&Path, f32)>, Failure> {
+    given.iter().map(|text| folder_and_weight(text)).collect()
 }
 
 /// `DIR` or `DIR=WEIGHT`.

@@ -65,6 +65,10 @@ fn a_run_leaves_a_peft_folder_that_every_command_takes() {
     ok(path, &["merge", "--model", "base", "--adapter", "lora", "--output", "merged", "--dtype", "f32"]);
     let merged = loss(path, &["--model", "merged"]);
     assert!((merged - adapted).abs() < 1e-4, "{merged} {adapted}");
+    let weighted = ["--adapter", "lora=0.5", "--adapter", "lora/checkpoint-4=0.5", "--output", "halves"];
+    ok(path, &[&["merge", "--model", "base", "--dtype", "f32"], &weighted[..]].concat());
+    let merged = loss(path, &["--model", "halves"]);
+    assert!((merged - halves).abs() < 1e-4, "{merged} {halves}");
     let prompt = ["--prompt", "word1 ", "--max-tokens", "8", "--temperature", "0"];
     let say = |model: &[&str]| ok(path, &[&["generate"], model, &prompt[..]].concat());
     assert_eq!(say(&["--model", "base", "--adapter", "lora"]), say(&["--model", "merged"]));

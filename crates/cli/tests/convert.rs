@@ -133,6 +133,17 @@ fn what_cannot_be_written_is_refused() {
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
         assert!(text(&output.stderr).contains(told), "{}", text(&output.stderr));
     }
+    // Folders of something else are left alone, whatever is said.
+    std::fs::create_dir(folder.join("photos")).unwrap();
+    std::fs::write(folder.join("photos/a.png"), "").unwrap();
+    std::fs::create_dir(folder.join("empty")).unwrap();
+    let into = |output| {
+        plimsoll(folder, &["convert", "--model", "out", "--dtype", "f32", "--force", "--output", output])
+    };
+    let output = into("photos");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("something else than a model"), "{}", text(&output.stderr));
+    assert!(into("empty").status.success() && folder.join("empty/config.json").exists());
     let output = plimsoll(folder, &["eval", "--model", "out", "--data", "text.txt", "--quantize", "q9"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("nf4"), "{}", text(&output.stderr));

@@ -458,6 +458,52 @@ mod over_mpi {
         assert!(model(folder, "out") == model(folder, "unbroken"));
     }
 
+    /// Whoever starts ranks by mpirun learns that they were stopped. Folders of ranks that were killed are gone with the next start.
+    #[test]
+    fn ranks_of_others_say_that_they_were_stopped() {
+        let folder = folder();
+        let mut run = Command::new("mpirun");
+        run.args(["-n", "2", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
+        run.arg(env!("CARGO_BIN_EXE_plimsoll")).args(["train", "c.yaml", "--set", "output.dir=out"]).args(LONG);
+        run.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder.path());
+        let left = folder.path().join("out/.rank-7");
+        std::fs::create_dir_all(&left).unwrap();
+        let run = until_saved(folder.path(), run);
+        assert!(!left.exists());
+        signal("-USR1", run.id());
+        let output = run.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(138), "{}", said(&output));
+    }
+
+    /// The ranks do not outlive the program that has started them.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn ranks_end_with_the_program_that_started_them() {
+        let folder = folder();
+        let mut run = started(folder.path(), "2");
+        let ranks = ranks_below(&run);
+        assert_eq!(ranks.len(), 2, "{ranks:?}");
+        run.kill().unwrap();
+        run.wait().unwrap();
+        let lives = |rank: &u32| {
+            let status = std::fs::read_to_string(format!("/proc/{rank}/status")).unwrap_or_default();
+            status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
+        };
+        while ranks.iter().any(lives) {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// A run that has come to its end without a checkpoint is finished, on ranks as on one.
+    #[test]
+    fn a_finished_run_without_checkpoints_is_finished() {
+        let folder = folder();
+        let set = ["--ranks", "2", "--set", "output.save_steps=0"];
+        ok(folder.path(), "out", &set);
+        let words = ok(folder.path(), "out", &[&set[..], &["--resume"]].concat());
+        assert!(words.contains("nothing is left to do"), "{words}");
+    }
+
     /// Whenever a stop comes: before there are ranks, before they listen, and where the run would go on for hours.
     #[test]
     fn a_stop_is_heard_however_early_it_comes() {

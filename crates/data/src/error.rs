@@ -37,7 +37,7 @@ pub enum DataError {
         pattern: String,
     },
     /// A file whose name does not say what it holds.
-    #[error("{}: not a kind of file that is known; .txt, .text and .md are text, .jsonl and .ndjson have a record a line, .json is a list of records, .parquet a table", path.display())]
+    #[error("{}: not a kind of file that is known; .txt, .text and .md are text, .jsonl and .ndjson have a record a line, .json is a list of records, .parquet, .csv and .tsv are tables", path.display())]
     UnknownKind {
         /// The file.
         path: PathBuf,
@@ -77,7 +77,7 @@ pub enum DataError {
         reason: String,
     },
     /// A text where records are needed.
-    #[error("{}: chats and instructions are records: .jsonl, .ndjson, .json or .parquet; for running text set data.format=text", path.display())]
+    #[error("{}: chats and instructions are records: .jsonl, .ndjson, .json, .parquet, .csv or .tsv; for running text set data.format=text", path.display())]
     NoRecords {
         /// The file.
         path: PathBuf,

@@ -15,12 +15,16 @@ pub enum FileKind {
     Json,
     /// A table of the Apache Parquet format.
     Parquet,
+    /// Rows below one of names, with commas between their fields.
+    Csv,
+    /// The same with tabs.
+    Tsv,
 }
 
 /// Which files of a folder are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// Those of texts; `.json` is mostly something else there.
+    /// Those of texts; `.json`, `.csv` and `.tsv` are mostly something else there.
     Texts,
     /// Those of records.
     Records,
@@ -29,7 +33,7 @@ pub enum Wanted {
 impl Wanted {
     fn takes(self, kind: FileKind) -> bool {
         match self {
-            Wanted::Texts => kind != FileKind::Json,
+            Wanted::Texts => matches!(kind, FileKind::Text | FileKind::JsonLines | FileKind::Parquet),
             Wanted::Records => kind != FileKind::Text,
         }
     }
@@ -146,6 +150,8 @@ pub fn kind(path: &Path) -> Option<FileKind> {
         "jsonl" | "ndjson" => Some(FileKind::JsonLines),
         "json" => Some(FileKind::Json),
         "parquet" => Some(FileKind::Parquet),
+        "csv" => Some(FileKind::Csv),
+        "tsv" => Some(FileKind::Tsv),
         _ => None,
     }
 }

@@ -1,9 +1,11 @@
-//! The records of a file, one at a time: the lines of JSONL, the items of a JSON list, the rows of Parquet. Every one
+//! The records of a file, one at a time: the lines of JSONL, the items of a JSON list, the rows of Parquet and CSV. Every one
 //! becomes a JSON object; a file is never held as a whole.
 
 mod footer;
 mod json;
+mod metered;
 mod parquet;
+mod table;
 
 pub use parquet::panics_are_caught;
 
@@ -42,7 +44,7 @@ impl fmt::Display for RecordPlace {
 }
 
 /// Calls `each` with every record of a file, in order, or with why one is none. The file's name says what it holds:
-/// `.jsonl`, `.json` or `.parquet`.
+/// `.jsonl`, `.json`, `.parquet`, `.csv` or `.tsv`.
 ///
 /// # Errors
 /// The file cannot be read on: the message names it and the place; or whatever `each` answers.
@@ -83,6 +85,13 @@ pub fn for_each(
         FileKind::Parquet => parquet::for_each(open()?, &file.path, &mut |number, value| {
             each(place("row", number), object(value))
         }),
+        FileKind::Csv | FileKind::Tsv => {
+            let delimiter = if file.kind == FileKind::Csv { b',' } else { b'\t' };
+            let size = buffer_bytes.max(16);
+            table::for_each(open()?, (&file.path, delimiter, size), &mut |number, record| {
+                each(place("row", number), record)
+            })
+        }
     }
 }
 
@@ -168,10 +177,35 @@ mod tests {
         assert!(read(b"PAR1", FileKind::Parquet).unwrap_err().contains("not readable as Parquet"));
     }
 
+    #[test]
+    fn rows_of_tables_are_records_of_texts() {
+        let rows = |content: &[u8], kind| read(content, kind);
+        let two = vec![
+            (1, "{\"text\":\"a, \\\"b\\\"\\nc\",\"n\":\"1\"}".to_owned()),
+            (2, "{\"text\":\"d\",\"n\":\"\"}".to_owned()),
+        ];
+        assert_eq!(rows(b"text,n\n\"a, \"\"b\"\"\nc\",1\nd,\n", FileKind::Csv).unwrap(), two);
+        let marked = "\u{feff}text,n\r\n\"a, \"\"b\"\"\nc\",1\r\nd,";
+        assert_eq!(rows(marked.as_bytes(), FileKind::Csv).unwrap(), two);
+        assert_eq!(
+            rows(b"text\tn\na, b\t1", FileKind::Tsv).unwrap(),
+            [(1, "{\"text\":\"a, b\",\"n\":\"1\"}".to_owned())]
+        );
+        assert_eq!(rows(b"", FileKind::Csv).unwrap(), []);
+        assert_eq!(rows(b"text,n\n", FileKind::Csv).unwrap(), []);
+        for (content, words) in [
+            (&b"text,n\na,1\nb"[..], "row 2: 1 fields, where the first row names 2"),
+            (b"text,n\n\xff,1", "row 1: text is not UTF-8"),
+            (b"text,text\na,1", "two of its columns are called \"text\"; rename one"),
+        ] {
+            assert_eq!(rows(content, FileKind::Csv).unwrap_err(), words);
+        }
+    }
+
     proptest! {
         #[test]
         fn any_bytes_are_records_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
-            for kind in [FileKind::Json, FileKind::JsonLines, FileKind::Parquet] {
+            for kind in [FileKind::Json, FileKind::JsonLines, FileKind::Parquet, FileKind::Csv, FileKind::Tsv] {
                 let _ = read(&bytes, kind);
             }
         }

@@ -16,6 +16,14 @@ pub enum DiskError {
         /// The system's answer.
         source: io::Error,
     },
+    /// A spill file cannot be made.
+    #[error("no file can be made in {}: {source}; name a folder that can be written to", folder.display())]
+    NoSpill {
+        /// Its folder.
+        folder: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
     /// The disk failed, or the system refused.
     #[error("{}: {bytes} bytes at offset {offset} could not be {}: {source}", path.display(), if *.write { "written" } else { "read" })]
     Io {

@@ -4,6 +4,7 @@
 //! one is made with a name, which is taken away at once; a name that a kill between the two left behind is taken away by
 //! the next run that uses the folder.
 
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -41,8 +42,12 @@ impl SpillFile {
     /// Makes an empty one, and takes away what killed runs left in the folder.
     pub fn create(settings: &SpillSettings) -> Result<SpillFile, DiskError> {
         let SpillSettings { folder, budget, direct } = settings;
-        let fail = |source| DiskError::open(folder, source);
-        std::fs::create_dir_all(folder).map_err(fail)?;
+        let fail = |source: io::Error| DiskError::NoSpill { folder: folder.clone(), source };
+        std::fs::create_dir_all(folder).map_err(|source| match source.kind() {
+            // Something else is there under that name.
+            io::ErrorKind::AlreadyExists => fail(io::ErrorKind::NotADirectory.into()),
+            _ => fail(source),
+        })?;
         remove_left_over(folder);
         let file = nameless_file(folder, PREFIX).map_err(fail)?;
         let file = Arc::new(DiskFile::owned(folder, file, *direct));
@@ -196,6 +201,8 @@ mod tests {
         let file = folder.path().join("file");
         std::fs::write(&file, b"").unwrap();
         let error = SpillFile::create(&settings(&file.join("x"), None)).unwrap_err().to_string();
-        assert!(error.contains("file/x"), "{error}");
+        assert!(error.contains("file/x") && error.contains("name a folder"), "{error}");
+        let error = SpillFile::create(&settings(&file, None)).unwrap_err().to_string();
+        assert!(error.contains("not a directory"), "{error}");
     }
 }

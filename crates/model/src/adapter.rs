@@ -21,7 +21,7 @@ use std::path::Path;
 pub use config::{AdapterBias, AdapterConfig, AdapterStart, TargetModules};
 pub use error::AdapterError;
 pub use layout::{AdaptedModule, AdapterLayout};
-pub use merged::Merged;
+pub use merged::{MergeSet, Merged};
 pub use pissa::{FirstValues, ResidualError};
 pub use set::AdapterSet;
 

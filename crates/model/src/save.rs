@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use plimsoll_device::DType;
 use serde_json::json;
@@ -236,6 +237,8 @@ pub(crate) struct Staging {
     folder: tempfile::TempDir,
     /// Whether the folder that is being saved to is new and so can be had by one rename.
     replaces: bool,
+    /// Held until the folder goes away.
+    _lock: Option<std::fs::File>,
 }
 
 impl Staging {
@@ -251,11 +254,14 @@ impl Staging {
         let mut builder = tempfile::Builder::new();
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+        remove_left_over(place, STAGING);
         let staging = builder
-            .prefix(".saving-")
+            .prefix(STAGING)
             .tempdir_in(place)
             .map_err(|source| SaveError::io("create a folder in", place, source))?;
-        Ok(Staging { folder: staging, replaces })
+        // Whoever finds the lock free knows that nobody writes here any more. A file system without locks goes without.
+        let lock = std::fs::File::open(staging.path()).ok().filter(|folder| folder.try_lock().is_ok());
+        Ok(Staging { folder: staging, replaces, _lock: lock })
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -290,6 +296,16 @@ impl Staging {
             sync_folder(parent(folder));
             return Ok(());
         }
+        self.replace(folder, weights).map_err(|error| SaveError::NotMoved {
+            staging: self.folder.keep(),
+            folder: folder.to_owned(),
+            source: Box::new(error),
+        })
+    }
+
+    /// Moves everything into a folder that is there, file by file.
+    fn replace(&self, folder: &Path, weights: &[String]) -> Result<(), SaveError> {
+        let staged = self.folder.path();
         let list = |path: &Path| -> io::Result<Vec<std::ffi::OsString>> {
             std::fs::read_dir(path)?.map(|entry| Ok(entry?.file_name())).collect()
         };
@@ -324,6 +340,30 @@ impl Staging {
         last.into_iter().try_for_each(rename)?;
         sync_folder(folder);
         Ok(())
+    }
+}
+
+/// What folders are called that are being written.
+const STAGING: &str = ".saving-";
+
+/// How old a file or folder is at least that counts as left over: a new one may not be locked yet.
+const OLD: Duration = Duration::from_secs(60);
+
+/// Removes the files and folders of killed writers: those with a working name that nobody has locked.
+pub(crate) fn remove_left_over(folder: &Path, prefix: &str) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let is_ours = entry.file_name().to_str().is_some_and(|name| name.starts_with(prefix));
+        let path = entry.path();
+        if !is_ours || path.is_symlink() {
+            continue;
+        }
+        let Ok(opened) = std::fs::File::open(&path) else { continue };
+        let age = opened.metadata().and_then(|found| found.modified()).ok().and_then(|at| at.elapsed().ok());
+        if age.is_some_and(|age| age >= OLD) && opened.try_lock().is_ok() {
+            // Where it cannot be removed it stays: it takes room, and is in nobody's way.
+            let _ = remove(&path);
+        }
     }
 }
 

@@ -43,6 +43,19 @@ pub enum SaveError {
         /// Bytes that did not come; 0 where there were too many.
         missing: u64,
     },
+    /// The new files are complete, and could not all be moved to where they belong.
+    #[error(
+        "{source}. The new files are complete in {}: those that are left there belong in {}, which is no model until its config.json is there",
+        staging.display(), folder.display()
+    )]
+    NotMoved {
+        /// Where they are.
+        staging: PathBuf,
+        /// Where they belong.
+        folder: PathBuf,
+        /// What went wrong.
+        source: Box<SaveError>,
+    },
     /// The tokenizer's files could not be written beside the model's.
     #[error(transparent)]
     Tokenizer(Box<TokenizerError>),

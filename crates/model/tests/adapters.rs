@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use plimsoll_device::DType;
-use plimsoll_model::adapter::{AdapterBias, AdapterSet, AdapterStart, TargetModules};
+use plimsoll_model::adapter::{AdapterBias, AdapterSet, AdapterStart, MergeSet, TargetModules};
 use plimsoll_model::{
     Adapted, Adapter, AdapterConfig, AdapterLayout, LoraPart, ModelFiles, Parameter, Role, SafetensorsFile,
     Target, Transcoder,
@@ -44,7 +44,8 @@ fn adapters_are_merged_as_by_peft() {
         assert_eq!(again.low_rank(), adapter.low_rank(), "{kind}");
         assert_eq!(again.replaced(), adapter.replaced(), "{kind}");
 
-        let merged = adapter.merged(base.spec(), base.weights());
+        let set = MergeSet::open(&[(&folder, 1.0)], base.spec()).unwrap();
+        let merged = set.merged(base.weights());
         let (written, gguf) = (place.path().join(kind), place.path().join(format!("{kind}.gguf")));
         Transcoder::new(base.spec(), &merged, &mut |_, _| {})
             .write_folder(&written, Target::HuggingFace(DType::F32))
@@ -139,9 +140,9 @@ proptest! {
             }
         });
         let base = ModelFiles::open(&data().join("base")).unwrap();
-        if let Ok(adapter) = Adapter::open(folder.path(), base.spec()) {
-            let merged = adapter.merged(base.spec(), base.weights());
-            Transcoder::new(base.spec(), &merged, &mut |_, _| {})
+        if let Ok(set) = MergeSet::open(&[(folder.path(), 1.0)], base.spec()) {
+            let merged = set.merged(base.weights());
+            Transcoder::new(set.spec(), &merged, &mut |_, _| {})
                 .write_folder(&folder.path().join("merged"), Target::HuggingFace(DType::F32))
                 .unwrap();
         }
@@ -169,7 +170,8 @@ fn adapters_on_experts_are_merged_as_by_peft() {
         let expected = SafetensorsFile::open(&folder.join("merged.safetensors")).unwrap();
         for spec in [base.spec(), &stacked] {
             let place = tempfile::tempdir().unwrap();
-            let merged = adapter.merged(spec, base.weights());
+            let set = MergeSet::open(&[(&folder, 1.0)], spec).unwrap();
+            let merged = set.merged(base.weights());
             Transcoder::new(spec, &merged, &mut |_, _| {})
                 .write_folder(place.path(), Target::HuggingFace(DType::F32))
                 .unwrap();

@@ -107,8 +107,8 @@ fn what_was_trained_is_written_for_the_base_as_it_is_and_told_apart_again() {
                 files.weights().read_into(&p, DType::F32, bytes).unwrap();
                 let mut left = residual(&files, &layout, &first, &p);
                 for (base, left) in base.chunks_exact_mut(columns).zip(left.chunks_exact_mut(columns)) {
-                    converted.add_to_row(row, base);
-                    own.add_to_row(row, left);
+                    converted.add_to_row(row, 1.0, base);
+                    own.add_to_row(row, 1.0, left);
                     row += 1;
                 }
                 let apart = difference(&base, &left);

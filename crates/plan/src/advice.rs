@@ -427,8 +427,7 @@ impl Question<'_> {
             list.push(single("a larger host budget", sets));
         }
         if self.config.memory.disk_budget().set().is_some() {
-            let free = self.machine.disk_available.unwrap_or(u64::MAX);
-            let limits = Limits { disk_bytes: free, ..limits };
+            let limits = Limits { disk_bytes: self.machine.disk_room(), ..limits };
             let found = self.lightest(self.config, limits).filter(|found| limits.allow(found));
             list.extend(found.map(|found| {
                 let bytes = found.dry_run.disk_bytes().to_string();

@@ -161,7 +161,7 @@ impl TrainingPlan {
                     },
                     attention: if flash_attention { AttentionKind::Flash } else { AttentionKind::Standard },
                     micro_batches_per_pass: 1,
-                    evaluation_batch_size: Some(1),
+                    evaluation_batch_size: Some(0),
                     sequence_chunk_tokens: None,
                     ..own.clone()
                 };

@@ -19,6 +19,7 @@ pub use self::evaluating::EvaluationPass;
 use self::fold::Fold;
 pub(crate) use self::generating::tokens_that_tell;
 use self::unfold::{Unfolded, unfolded};
+use crate::timeline::END;
 use crate::{Network, Rates};
 
 /// What a dry run found out.
@@ -68,7 +69,7 @@ struct Traced {
 }
 
 impl DryRun {
-    /// One optimizer step of `accumulation` micro-batches. Of layers that are alike a few are run, and the others counted.
+    /// One optimizer step of `accumulation` micro-batches, and the evaluation of a batch where the settings have one. Of layers that are alike a few are run, and the others counted.
     pub fn training(
         spec: &ModelSpec,
         settings: &StepSettings,
@@ -261,8 +262,11 @@ impl DryRun {
         let (_, moved_before, began, begin, updates_before) = before;
         let moved = moved.less(moved_before);
         let times = ended.zip(began).map(|(ended, began)| ended.since(began));
-        dry.arena().mark("evaluation");
-        trainer.evaluate(settings.evaluated(), &micro_batch)?;
+        if settings.evaluated() > 0 {
+            dry.arena().mark("evaluation");
+            trainer.evaluate(settings.evaluated(), &micro_batch)?;
+        }
+        dry.arena().mark(END);
         let updates = updates.since(updates_before);
         let run = DryRun { times, updates, ..DryRun::of(dry, &tiers, tally, moved) };
         Ok(Traced { run, step: begin..end, parts: trainer.parts() })

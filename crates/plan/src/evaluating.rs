@@ -24,7 +24,7 @@ pub(crate) fn evaluating(
     let settings = &choice.settings;
     let is_open = config.training.eval_batch_size().set().is_none();
     let alone = settings.ranks.mesh.size() <= 1 && settings.chunk_tokens().is_none();
-    if !(limits.evaluates && is_open && alone && limits.allow(&choice)) {
+    if !(settings.evaluated() > 0 && is_open && alone && limits.allow(&choice)) {
         return Ok(choice);
     }
     let mut times = MOST_TIMES;

@@ -5,7 +5,7 @@ use plimsoll_step::{StepError, StepSettings};
 
 use crate::evaluating::evaluating;
 use crate::limits::Limits;
-use crate::resolve::{Choice, lighter_choices, loss_chunk_tokens, resolved_config};
+use crate::resolve::{Choice, evaluation_batch_size, lighter_choices, loss_chunk_tokens, resolved_config};
 use crate::training_plan::TrainingPlan;
 
 /// A rung of a ladder needs at most this share of the one above it.
@@ -24,7 +24,7 @@ impl TrainingPlan {
             let least = self.asked.dynamic_batching().map_or(1, |dynamic| dynamic.min_batch_size());
             let lowest = below.last().unwrap_or(&self.choice);
             // Each evaluates what there is room for beside itself.
-            let evaluation_batch_size = self.asked.training.eval_batch_size().set();
+            let evaluation_batch_size = evaluation_batch_size(&self.asked);
             let settings = StepSettings { evaluation_batch_size, ..self.choice.settings.clone() };
             let own = Choice { settings, ..self.choice.clone() };
             let lighter = lighter_choices(&self.spec, &own, &self.machine.rates, self.limits, least)?;
@@ -66,7 +66,7 @@ impl TrainingPlan {
                     None => loss_chunk_tokens(self.spec.vocab_size, tokens),
                 },
                 micro_batches_per_pass: own.micro_batches_per_pass.min(accumulation),
-                evaluation_batch_size: self.asked.training.eval_batch_size().set(),
+                evaluation_batch_size: evaluation_batch_size(&self.asked),
                 ..own.clone()
             };
             let choice = Choice::new(&self.spec, settings, accumulation, &self.machine.rates)?;

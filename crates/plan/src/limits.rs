@@ -58,8 +58,6 @@ pub struct Limits {
     pub pipeline_bytes_per_token: u64,
     /// Bytes of its threads.
     pub worker_bytes: u64,
-    /// Whether batches are evaluated between steps, which the pipeline holds beside those of the step.
-    pub evaluates: bool,
     /// Bytes between files and the tokenizer while the data is read, before there is an arena.
     pub reading_bytes: u64,
 }
@@ -81,7 +79,6 @@ impl Limits {
             disk_bytes: most,
             pipeline_bytes_per_token: 0,
             worker_bytes: 0,
-            evaluates: false,
             reading_bytes: 0,
         }
     }
@@ -91,7 +88,7 @@ impl Limits {
         let (overhead, line) = (machine.overhead_bytes, load_line(config, machine));
         let [share, ..] = config.memory.shares();
         let target = (line.bytes as f64 * share) as u64;
-        let free = machine.disk_available.unwrap_or(u64::MAX);
+        let free = machine.disk_room();
         let enforced = machine.limits.enforced();
         Limits {
             room_bytes: line.bytes.saturating_sub(overhead),
@@ -108,7 +105,6 @@ impl Limits {
             disk_bytes: config.memory.disk_budget().set().map_or(free, |size| size.0.min(free)),
             pipeline_bytes_per_token: machine.host_bytes_per_token,
             worker_bytes: machine.worker_bytes.saturating_mul(config.data.workers()),
-            evaluates: config.data.validation.is_some(),
             reading_bytes: config.data.buffer_size().set().map_or(0, |size| size.0),
         }
     }
@@ -165,7 +161,7 @@ impl Limits {
         PipelineBytes {
             ahead: all.saturating_sub(one),
             step: one.saturating_add(further.saturating_mul(of_token)),
-            evaluation: if self.evaluates { evaluated.saturating_mul(of_token) } else { 0 },
+            evaluation: evaluated.saturating_mul(of_token),
             workers: self.worker_bytes,
         }
     }

@@ -17,7 +17,9 @@ pub(crate) use self::candidates::{batches, checkpointings, precisions};
 pub use self::choice::Choice;
 pub(crate) use self::choice::sequences;
 pub use self::lighter::lighter_choices;
-pub(crate) use self::settings::{check_model, chunk_within, resolved_with, settled, step_settings};
+pub(crate) use self::settings::{
+    check_model, chunk_within, evaluation_batch_size, resolved_with, settled, step_settings,
+};
 pub use self::settings::{loss_chunk_tokens, resolved_config};
 use crate::config::{RawConfig, TrainingConfig};
 use crate::expert_slots;

@@ -86,6 +86,9 @@ pub struct Moment {
     pub micros: f64,
 }
 
+/// The mark at the end of all parts.
+pub(crate) const END: &str = "end";
+
 /// A part of the work and its name.
 pub type Part = Stretch<&'static str>;
 
@@ -206,10 +209,14 @@ impl Timeline {
             Moment { event, micros }
         };
         let moment = |event: &MemoryEvent| at(event.number, event.seconds);
-        let end = all()
+        let last = all()
             .max_by_key(|event| event.number)
             .map_or(Moment::default(), |last| at(last.number + 1, last.seconds));
-        let marks = device.marks().iter().map(|mark| (mark.name, at(mark.event, mark.seconds)));
+        let mut marks: Vec<_> =
+            device.marks().iter().map(|mark| (mark.name, at(mark.event, mark.seconds))).collect();
+        // What goes on behind the last event takes time.
+        let end = marks.pop_if(|(name, _)| *name == END).map_or(last, |(_, end)| end);
+        let marks = marks.into_iter();
         let parts = until_the_next(marks.map(|(what, begin)| Stretch { what, begin, end }));
         let loaded = parts.get(1).map_or(end.event, |step| step.begin.event);
         // The tiers below are not told of every phase: there, the device's counts.

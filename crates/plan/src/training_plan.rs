@@ -42,6 +42,8 @@ pub struct Machine {
     pub worker_bytes: u64,
     /// What is free on the disk of the spill file, in bytes; `None` where nobody knows.
     pub disk_available: Option<u64>,
+    /// What of that the checkpoints and the model of the run will take, in bytes; 0 where they go to another disk.
+    pub disk_reserved: u64,
     /// Memory of the device, in bytes, where it has memory of its own.
     pub device_bytes: Option<u64>,
     /// Host memory that is a rank's, in bytes, where that is not the device's.
@@ -51,6 +53,11 @@ pub struct Machine {
 impl Machine {
     /// What a thread of the data pipeline takes on any machine: its stack.
     pub const WORKER_BYTES: u64 = 256 << 10;
+
+    /// Bytes of the disk that a spill file may have; as many as there can be where nobody knows.
+    pub fn disk_room(&self) -> u64 {
+        self.disk_available.map_or(u64::MAX, |free| free.saturating_sub(self.disk_reserved))
+    }
 }
 
 /// A plan.
@@ -225,19 +232,19 @@ impl TrainingPlan {
     /// # Errors
     /// The step cannot be run.
     pub fn phases(&self) -> Result<(u64, Option<EvaluationPhase>), StepError> {
-        if !self.limits.evaluates {
+        if !self.validates() {
             return Ok((self.peak_bytes(), None));
         }
         let Choice { settings, accumulation, .. } = &self.choice;
         let rates = &self.machine.rates;
-        let alone = StepSettings { evaluation_batch_size: Some(1), ..settings.clone() };
+        let alone = StepSettings { evaluation_batch_size: Some(0), ..settings.clone() };
         let step = DryRun::timed_training(&self.spec, &alone, *accumulation, rates)?.peak_bytes();
         Ok((step, Some(DryRun::evaluation_phase(&self.spec, settings, rates)?)))
     }
 
     /// Whether the run is validated.
     pub fn validates(&self) -> bool {
-        self.limits.evaluates
+        self.choice.settings.evaluated() > 0
     }
 
     /// How often a run of `steps` steps is validated, on `sequences` sequences, and how long that takes.
@@ -354,9 +361,18 @@ impl TrainingPlan {
                 let said = self.config.memory.disk_budget().set().is_some_and(|b| b.0 == allowed_bytes);
                 let there = match said {
                     true => format!("memory.disk_budget is {allowed}: {short} short"),
-                    false => format!(
-                        "{allowed} are free there: {short} short; free some, or set memory.disk_path to a folder of another disk"
-                    ),
+                    false => {
+                        let kept = match self.machine.disk_reserved {
+                            0 => String::new(),
+                            bytes => format!(
+                                " beside {} for the checkpoints and the model of the run",
+                                ByteSize(bytes)
+                            ),
+                        };
+                        format!(
+                            "{allowed} are free there{kept}: {short} short; free some, or set memory.disk_path to a folder of another disk"
+                        )
+                    }
                 };
                 format!("the plan needs {needed} of disk in {} and {there}", folder.display())
             }
@@ -445,6 +461,9 @@ impl TrainingPlan {
         let mut disk = tier_json(budget, self.disk_bytes(), self.choice.dry_run.disk.at_peak(), 0);
         if let Value::Object(map) = &mut disk {
             map.insert("available_bytes".to_owned(), json!(self.machine.disk_available));
+            if self.machine.disk_reserved > 0 {
+                map.insert("reserved_bytes".to_owned(), json!(self.machine.disk_reserved));
+            }
             map.insert("path".to_owned(), json!(self.config.disk_path()));
         }
         disk

@@ -20,6 +20,7 @@ fn machine(disk: u64) -> Machine {
         host_bytes_per_token: 32,
         worker_bytes: 0,
         disk_available: Some(disk),
+        disk_reserved: 0,
         device_bytes: None,
         host_bytes: None,
     }

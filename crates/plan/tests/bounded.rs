@@ -23,6 +23,7 @@ fn a_plan_takes_little_memory_whatever_is_planned() {
         host_bytes_per_token: 32,
         worker_bytes: 0,
         disk_available,
+        disk_reserved: 0,
         device_bytes: None,
         host_bytes: None,
     };

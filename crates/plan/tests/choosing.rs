@@ -344,7 +344,6 @@ fn limits(disk_bytes: u64) -> Limits {
         disk_bytes,
         pipeline_bytes_per_token: 0,
         worker_bytes: 0,
-        evaluates: false,
         reading_bytes: 0,
     }
 }

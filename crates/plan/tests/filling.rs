@@ -74,6 +74,16 @@ fn a_disk_that_is_too_small_for_everything_takes_a_part() {
     assert!(part.fits(), "{:?}", part.misfits());
     assert!(part.disk_bytes() > 0 && part.disk_bytes() <= disk);
     assert!(part.choice.settings.kept_layers.optimizer > 0);
+    // What the checkpoints and the model of the run will take there is not to be had.
+    let shared = Machine { disk_available: Some(2 * disk), disk_reserved: disk, ..machine };
+    let beside = plan_on(&shared, budget, &[F32]);
+    assert!(beside.fits(), "{:?}", beside.misfits());
+    assert_eq!(beside.choice.settings, part.choice.settings);
+    let full = Machine { disk_reserved: 2 * disk - 1, ..shared };
+    let everything = ["memory.offload.optimizer=disk", "memory.kept_layers.optimizer=0"];
+    let refused = plan_on(&full, budget, &[&[F32], &everything[..]].concat());
+    let words = refused.misfits().join(" ");
+    assert!(words.contains("for the checkpoints and the model of the run"), "{words}");
 }
 
 #[test]

@@ -123,6 +123,7 @@ fn chosen(case: &Case<'_>) -> Choice {
         host_bytes_per_token: 0,
         worker_bytes: 0,
         disk_available: Some(1 << 60),
+        disk_reserved: 0,
         device_bytes: None,
         host_bytes: None,
     };

@@ -40,6 +40,7 @@ fn machine(device_bytes: u64, host_bytes: Option<u64>) -> Machine {
         host_bytes_per_token: 0,
         worker_bytes: 0,
         disk_available: Some(1 << 28),
+        disk_reserved: 0,
         device_bytes: Some(device_bytes),
         host_bytes,
     }

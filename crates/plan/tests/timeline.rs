@@ -140,9 +140,12 @@ fn what_is_counted_is_said_with_how_often() {
     assert!((32..64).contains(&most), "{once}");
     assert!(all.iter().all(|counted| number(&counted["first"]) < number(&counted["end"])));
     assert!(once["iterations"].as_str().unwrap().contains("once"));
-    let parts: Vec<&str> =
-        plan(&small(), SETTINGS[2]).timeline().unwrap().parts.iter().map(|p| p.what).collect();
-    assert_eq!(parts, ["load", "step", "next step", "evaluation"]);
+    let parts = |set: &[&str]| -> Vec<&str> {
+        plan(&small(), set).timeline().unwrap().parts.iter().map(|p| p.what).collect()
+    };
+    assert_eq!(parts(SETTINGS[2]), ["load", "step", "next step"]);
+    let evaluated = [SETTINGS[2], &["data.validation=text.txt"]].concat();
+    assert_eq!(parts(&evaluated), ["load", "step", "next step", "evaluation"]);
 }
 
 #[test]

@@ -60,7 +60,8 @@ impl Breakdown {
         if let Some(line) = all.first_mut() {
             line.limited_by = Some(plan.load_line.by.to_string());
         }
-        let room = plan.config.memory.disk_budget().set().map(|size| size.0).or(plan.machine.disk_available);
+        let free = plan.machine.disk_available.map(|_| plan.machine.disk_room());
+        let room = plan.config.memory.disk_budget().set().map(|size| size.0).or(free);
         all.push(Breakdown::new("Disk", parts(disk.at_peak(), ""), room));
         all.retain(|tier| tier.bytes > 0);
         all

@@ -347,7 +347,7 @@ pub struct StepSettings {
     /// Whether ranks that share every product divide the residual stream between the halves of layers: each normalises and keeps some
     /// of its rows (sequence parallelism, Korthikanti et al. 2022).
     pub sequence_parallel: bool,
-    /// Sequences of a batch that is evaluated between steps; `None`: as many as of a micro-batch.
+    /// Sequences of a batch that is evaluated between steps; `None`: as many as of a micro-batch; 0: nothing is evaluated.
     pub evaluation_batch_size: Option<u64>,
     /// Factor on the load-balancing loss of experts, which is added to the loss; 0 for none.
     pub balance_loss: f64,
@@ -539,7 +539,7 @@ impl StepSettings {
         self.sequence_chunk_tokens.filter(|chunk| *chunk < self.sequence_length)
     }
 
-    /// Sequences of a batch that is evaluated.
+    /// Sequences of a batch that is evaluated; 0 where none is.
     pub fn evaluated(&self) -> u64 {
         self.evaluation_batch_size.unwrap_or(self.batch_size)
     }

@@ -269,12 +269,17 @@ pub(crate) fn put_back(run: &Path) -> Result<(), TrainError> {
 
 /// Removes what a killed run left behind under its working names.
 pub(crate) fn sweep(run: &Path) -> Result<(), TrainError> {
+    sweep_named(run, &[".writing-", ".saving-", ".old-checkpoint-"])
+}
+
+/// Removes files and folders of a run whose names begin so.
+pub(crate) fn sweep_named(run: &Path, prefixes: &[&str]) -> Result<(), TrainError> {
     let entries = std::fs::read_dir(run).map_err(|e| TrainError::io("list", run, e))?;
     for entry in entries.flatten() {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
         let path = entry.path();
-        if [".writing-", ".saving-", ".old-checkpoint-"].iter().any(|prefix| name.starts_with(prefix)) {
+        if prefixes.iter().any(|prefix| name.starts_with(prefix)) {
             let removed =
                 if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
             removed.map_err(|e| TrainError::io("remove", &path, e))?;

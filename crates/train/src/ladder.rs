@@ -11,8 +11,8 @@ use plimsoll_disk::DiskError;
 use plimsoll_memory::release_free_heap;
 use plimsoll_monitor::Status;
 use plimsoll_parallel::{Collectives, Communicator};
+use plimsoll_plan::TrainingPlan;
 use plimsoll_plan::config::GradientCheckpointing;
-use plimsoll_plan::{Past, TrainingPlan};
 use plimsoll_step::StepError;
 
 use crate::checkpoint::{Checkpoint, sweep};
@@ -52,11 +52,9 @@ impl Prepared {
         let begin = plans.iter().position(|plan| !plan.is_above).unwrap_or(0);
         let Some(first) = plans.get(begin) else { return Err(TrainError::NoPlan) };
         let output = self.folder.path().to_owned();
-        let past =
-            Past { steps: self.start_state().step, checkpoints: Checkpoint::list(&output)?.len() as u64 };
         let mut room_left = u64::MAX;
         if leads {
-            let needs = first.still_to_write(self.total_steps(first), past);
+            let needs = self.still_to_write(first)?;
             room_left = room::check(&output, first, needs, self.token_bytes())?;
             self.write_plan(first, &output)?;
             sweep(&output)?;

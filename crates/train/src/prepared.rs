@@ -15,10 +15,10 @@ use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, Save
 use plimsoll_parallel::{Collectives, Communicator, Deal, Solo};
 use plimsoll_plan::config::{NotFinite, RawConfig, TrainingLength};
 use plimsoll_plan::hardware::process_memory;
-use plimsoll_plan::{Machine, ModelOrigin, TrainingPlan};
+use plimsoll_plan::{DiskNeeds, Machine, ModelOrigin, Past, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
-use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out};
+use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out, sweep_named};
 use crate::metrics::MetricsFormats;
 use crate::pressure::RungChange;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Validated, micro_batch, run};
@@ -91,6 +91,8 @@ impl Prepared {
             0 => {
                 let folder = OutputFolder::take(&output)?;
                 let resumed = folder.beginning(resume)?;
+                // The ranks of a run that was killed are gone, and those of this one wait for where it begins.
+                sweep_named(folder.path(), &[OF_RANK])?;
                 let prepared = Prepared::open(config, origin, folder, resumed, true)?;
                 let checkpoint = prepared.resumed.as_ref().map(|(checkpoint, _)| &checkpoint.path);
                 let path = checkpoint.map(|path| path.as_os_str().as_encoded_bytes().to_vec());
@@ -204,6 +206,16 @@ impl Prepared {
                 ((epochs * self.train.windows() as f64 / sequences as f64).ceil() as u64).max(1)
             }
         }
+    }
+
+    /// What the run that a plan leads to has still to write to its folder, at the moment when it is most.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn still_to_write(&self, plan: &TrainingPlan) -> Result<DiskNeeds, TrainError> {
+        let checkpoints = Checkpoint::list(self.folder.path())?.len() as u64;
+        let past = Past { steps: self.start_state().step, checkpoints };
+        Ok(plan.still_to_write(self.total_steps(plan), past))
     }
 
     /// Sequences that the run is validated on; `None` where it is not.

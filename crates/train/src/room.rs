@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use plimsoll_plan::config::RawConfig;
-use plimsoll_plan::hardware::disk_space;
+use plimsoll_plan::hardware::{disk_space, on_one_disk};
 use plimsoll_plan::{DiskNeeds, ModelOrigin, Past, TrainingPlan};
 
 use crate::checkpoint::Checkpoint;
@@ -49,7 +49,7 @@ pub(crate) fn check(
     needs: DiskNeeds,
     token_bytes: u64,
 ) -> Result<u64, TrainError> {
-    let shared = is_one_disk(output, &plan.config.disk_path());
+    let shared = on_one_disk(output, &plan.config.disk_path());
     let needs = DiskNeeds { spill_bytes: if shared { plan.disk_bytes() } else { 0 }, ..needs };
     has_room(output, needs, token_bytes)
 }
@@ -60,22 +60,6 @@ fn has_room(output: &Path, needs: DiskNeeds, token_bytes: u64) -> Result<u64, Tr
     let no_room =
         || TrainError::NoRoom { path: output.to_owned(), needs, available: space.available, token_bytes };
     space.available.0.checked_sub(needs.bytes()).ok_or_else(no_room)
-}
-
-/// Whether two folders, which need not exist yet, are on one file system.
-#[cfg(unix)]
-fn is_one_disk(one: &Path, other: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    let device = |folder: &Path| {
-        let folder = disk_space(folder).ok()?.folder;
-        Some(std::fs::metadata(folder).ok()?.dev())
-    };
-    device(one).is_some_and(|one| device(other) == Some(one))
-}
-
-#[cfg(not(unix))]
-fn is_one_disk(one: &Path, other: &Path) -> bool {
-    other.starts_with(one)
 }
 
 /// Time as waiting sees it.
@@ -264,16 +248,6 @@ mod tests {
         assert!(clock.now() >= time);
     }
 
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn folders_are_on_one_disk_or_on_two() {
-        let root = tempfile::tempdir().unwrap();
-        assert!(is_one_disk(root.path(), root.path()));
-        assert!(is_one_disk(&root.path().join("not/yet"), &root.path().join("neither")));
-        assert!(!is_one_disk(root.path(), Path::new("/proc")));
-        assert!(!is_one_disk(Path::new("/proc/no/such/folder"), root.path()));
-    }
-
     /// A model of far more than any disk has room for, which is trained from its beginning.
     fn enormous(folder: &Path, memory: &str) -> (RawConfig, ModelOrigin) {
         let text = format!(
@@ -323,6 +297,7 @@ output: {{dir: '{}'}}
             host_bytes_per_token: 32,
             worker_bytes: 0,
             disk_available: None,
+            disk_reserved: 0,
             device_bytes: None,
             host_bytes: None,
         };

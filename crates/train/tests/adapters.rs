@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_device::{Cpu, CpuOptions, DType, Device, DeviceTraits, IGNORED_TARGET};
-use plimsoll_model::adapter::AdapterSet;
-use plimsoll_model::{Adapter, AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, Target, Transcoder};
+use plimsoll_model::adapter::{AdapterSet, MergeSet};
+use plimsoll_model::{AdapterLayout, ModelFiles, ModelSpec, Parameter, Role, Target, Transcoder};
 use plimsoll_parallel::DryRanks;
 use plimsoll_parallel::Solo;
 use plimsoll_plan::{DryRun, EvaluationPass};
@@ -335,12 +335,13 @@ fn merging_an_adapter_of_a_tied_embedding_unties_the_head() {
     let spec = case.spec();
     assert!(spec.tie_word_embeddings);
     let merged_loss = |folder: &Path| {
-        let (adapter, shape) = Adapter::open_to_merge(folder, spec).unwrap();
+        let set = MergeSet::open(&[(folder, 1.0)], spec).unwrap();
+        let shape = set.spec();
         assert!(!shape.tie_word_embeddings);
-        let merged = adapter.merged(&shape, case.files.weights());
+        let merged = set.merged(case.files.weights());
         let place = tempfile::tempdir().unwrap();
         let written = place.path().join("merged");
-        Transcoder::new(&shape, &merged, &mut |_, _| {})
+        Transcoder::new(shape, &merged, &mut |_, _| {})
             .write_folder(&written, Target::HuggingFace(DType::F32))
             .unwrap();
         let files = ModelFiles::open(&written).unwrap();

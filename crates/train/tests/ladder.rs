@@ -464,6 +464,36 @@ fn a_batch_that_was_said_and_does_not_fit_is_the_first_to_give_way() {
     assert_eq!((smaller.choice.settings.batch_size, smaller.choice.accumulation), (4, 2));
 }
 
+/// A pass of evaluation has the logits of its batch at once, which a step has in chunks. Where nothing is evaluated, no plan has them.
+#[test]
+fn what_is_not_evaluated_is_not_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let validation = format!("data.validation={}", folder.path().join("text.txt").display());
+    let common = [
+        "model.from_scratch.vocab_size=4096",
+        "model.from_scratch.num_hidden_layers=1",
+        "training.batch_size=8",
+        "training.loss_chunk_tokens=16",
+        "training.eval_batch_size=64",
+        "training.optimizer=sgd",
+        "memory.ladder=false",
+    ];
+    let peak = |out: &str, set: &[&str]| {
+        let config = config(folder.path(), out, &[&common[..], set].concat());
+        let (_, outcome, ladder) = run(config, |_| true, &|_, _| PLENTY, &never);
+        let report = outcome.report;
+        assert_eq!(report.planned.device_peak_bytes, report.measured.device_peak_bytes, "{out}");
+        assert_eq!(report.planned.host_peak_bytes, report.measured.host_peak_bytes, "{out}");
+        let (step, evaluation) = ladder[0].phases().unwrap();
+        assert_eq!(evaluation.is_some(), ladder[0].validates());
+        (report.measured.device_peak_bytes, step)
+    };
+    let (alone, step) = peak("alone", &[]);
+    let (evaluated, same_step) = peak("evaluated", &[&validation]);
+    assert_eq!((alone, step), (step, same_step));
+    assert!(evaluated > alone, "{evaluated} {alone}");
+}
+
 /// The pipeline counts its batches itself, and its threads change neither their order nor the plan's exactness; an evaluation takes
 /// the memory that the plan has for it.
 #[test]

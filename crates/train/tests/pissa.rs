@@ -185,7 +185,7 @@ fn products_and_residuals_are_those_of_peft() {
             let low = &adapter.low_rank()[&format!("{}.weight", module.name)];
             let mut product = vec![0.0; low.b.rows * low.a.columns];
             for (row, out) in product.chunks_exact_mut(low.a.columns).enumerate() {
-                low.add_to_row(row, out);
+                low.add_to_row(row, 1.0, out);
             }
             let parameters = spec.block_parameters(module.block);
             let mut residual = Vec::new();

@@ -2,12 +2,14 @@
 
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::can_quantize;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_memory::ByteSize;
 use plimsoll_model::gguf::ggml_type;
+use plimsoll_model::hf_config::CONFIG_NAME;
 use plimsoll_model::{
     ModelError, ModelFiles, ModelSpec, Parameter, RowSource, SaveError, Target, Transcoder, TypesByGroup,
     Upcycled, WeightGroup,
@@ -32,11 +34,11 @@ const ROUTER_SEED: u64 = 0;
 pub fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let files = models::with_weights(&args.model, "convert", args.output.json)?;
     match args.upcycle {
-        None => write(&files, files.spec(), files.weights(), &args.output),
+        None => write(&files, files.spec(), files.weights(), &args.output, Vec::new()),
         Some(experts) => {
             let upcycled = Upcycled::new(files.spec(), files.weights(), experts, ROUTER_SEED)
                 .map_err(|error| Failure::usage(format!("--upcycle {experts}: {error}")))?;
-            write(&files, upcycled.spec(), &upcycled, &args.output)
+            write(&files, upcycled.spec(), &upcycled, &args.output, Vec::new())
         }
     }
 }
@@ -164,17 +166,24 @@ impl RowSource for Stoppable<'_> {
     }
 }
 
-/// Writes a model of that shape with the values of `source`, and the tokenizer of `files`.
+/// Writes a model of that shape with the values of `source`, and the tokenizer of `files`. `notes` are what is to be said of it.
 pub fn write(
     files: &ModelFiles,
     spec: &ModelSpec,
     source: &dyn RowSource,
     args: &OutputArgs,
+    mut notes: Vec<String>,
 ) -> Result<(), Failure> {
     let (target, packed) = target(args, spec)?;
     if args.output.exists() && !args.force {
         return Err(Failure::usage(format!(
             "{} is there already; choose another --output, or --force to replace it",
+            args.output.display()
+        )));
+    }
+    if args.output.is_dir() && !may_be_replaced(&args.output) {
+        return Err(Failure::usage(format!(
+            "{} holds something else than a model, so that --force does not write into it; choose another --output",
             args.output.display()
         )));
     }
@@ -207,7 +216,6 @@ pub fn write(
     if let Some(size) = args.max_shard_size {
         writer = writer.shard_bytes(size.0);
     }
-    let mut notes = Vec::new();
     let failed = |error: SaveError| match signals.flag().is_raised() {
         true => {
             errln!("stopped: nothing was written to {}", args.output.display());
@@ -245,6 +253,16 @@ pub fn write(
         )?;
     }
     Ok(())
+}
+
+/// Whether a folder is empty, or a model is in it or was.
+fn may_be_replaced(folder: &Path) -> bool {
+    let Ok(entries) = std::fs::read_dir(folder) else { return false };
+    let mut names = entries.flatten().map(|entry| entry.file_name()).peekable();
+    let of_model = |name: &std::ffi::OsString| {
+        name == CONFIG_NAME || Path::new(name).extension().is_some_and(|ending| ending == "safetensors")
+    };
+    names.peek().is_none() || names.any(|name| of_model(&name))
 }
 
 /// A tokenizer that is not there is left out with a note; one that is there is carried over or refused.

@@ -138,7 +138,13 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
             streaming.report();
         }
     }
-    Ok(())
+    // All ranks have found the same, and one says it.
+    if mean.is_finite() || ranks.rank() > 0 {
+        return Ok(());
+    }
+    Err(Failure::other(format!(
+        "the loss is {mean}: some weights or activations are not finite; look at the weights with `plimsoll inspect`, or try --dtype f32"
+    )))
 }
 
 /// Says which records of the data are not measured, and why.

@@ -27,7 +27,7 @@ use crate::progress::TrainingProgress;
 use crate::ranks::{self, Stopping};
 use crate::row;
 use crate::screen::{self, Restorer};
-use crate::session::{Engine, answers, load_config_on, resident_bytes};
+use crate::session::{DiskUse, Engine, answers, load_config_on, resident_bytes};
 use crate::signals::StopSignals;
 use crate::speeds::PlanSpeeds;
 use crate::table;
@@ -71,33 +71,35 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     config.rank = ranks.rank();
     config.training_data()?;
     let quiet = args.json || !leads;
-    if args.resume
-        && ranks.is_alone()
-        && let Some(report) = finished_without_checkpoint(&config)
-    {
-        return match args.json {
-            true => outln!("{}", serde_json::to_string_pretty(&report)?),
-            false => outln!(
-                "the run in {} is finished: nothing is left to do, and there is no checkpoint to go on from",
-                config.output.dir().display()
-            ),
-        };
+    let report = (args.resume && leads).then(|| finished_without_checkpoint(&config)).flatten();
+    let is_finished = ranks.any(report.is_some()).map_err(TrainError::from)?;
+    match report {
+        Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
+        Some(_) => outln!(
+            "the run in {} is finished: nothing is left to do, and there is no checkpoint to go on from",
+            config.output.dir().display()
+        )?,
+        None => {}
+    }
+    if is_finished {
+        return Ok(());
     }
     let origin = models::origin(&config, Need::Files, quiet)?;
     let mut prepared = Prepared::of_rank(config, origin, args.resume, ranks)?;
     let answers = answers(&args.source)?;
     let said = if leads { answers + &beginning(&prepared, args.resume) } else { String::new() };
+    let mut notes = said;
+    for (key, report) in prepared.sample_reports().filter(|_| leads) {
+        notes.push_str(&format!("{key}: {report}\n\n"));
+    }
+    for (key, left_out) in prepared.left_out_records().filter(|_| leads) {
+        notes.push_str(&format!("{key}: {left_out}\n\n"));
+    }
     if args.json {
-        let _ = write!(std::io::stderr(), "{said}");
+        let _ = write!(std::io::stderr(), "{notes}");
     } else {
         // What cannot be shown is no reason not to train.
-        let _ = out!("{said}");
-    }
-    for (key, report) in prepared.sample_reports().filter(|_| !quiet) {
-        let _ = outln!("{key}: {report}\n");
-    }
-    for (key, left_out) in prepared.left_out_records().filter(|_| !quiet) {
-        let _ = outln!("{key}: {left_out}\n");
+        let _ = out!("{notes}");
     }
     let engine = Engine::of_rank(ranks, args.threads, args.device)?;
     if engine.card.is_some() && prepared.config().training.dynamic_batching.enabled() {
@@ -111,7 +113,9 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         true => Some(engine.plan(
             prepared.config(),
             &machine,
-            |plan: &TrainingPlan| plan.disk_bytes() > 0,
+            |plan: &TrainingPlan| {
+                DiskUse::of(plan, prepared.still_to_write(plan).map_or(0, |needs| needs.bytes()))
+            },
             |machine| prepared.plan(machine),
         )?),
         false => None,
@@ -263,7 +267,14 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     } else {
         out!("\n{}", summary(&outcome, &output, total_steps, is_resumed))?;
     }
-    if outcome.report.finished { Ok(()) } else { Err(Failure::stopped(signals.exit_code())) }
+    if outcome.report.finished {
+        return Ok(());
+    }
+    Err(Failure::stopped(match signals.exit_code() {
+        // The program that started the ranks knows the signal that it was told, and has its code.
+        ranks::TOLD if args.launched => 0,
+        code => code,
+    }))
 }
 
 /// The memory of a card.

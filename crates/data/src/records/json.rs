@@ -2,14 +2,15 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::io::{self, BufRead, Read};
+use std::io::{self, BufRead};
 use std::path::Path;
 
 use serde::Deserializer as _;
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde_json::{Deserializer, Value};
 
-use super::{LARGEST_RECORD, RecordPlace, broken};
+use super::metered::Metered;
+use super::{RecordPlace, broken};
 use crate::DataError;
 
 type Each<'a> = &'a mut dyn FnMut(u64, Value) -> Result<(), DataError>;
@@ -18,7 +19,7 @@ type Each<'a> = &'a mut dyn FnMut(u64, Value) -> Result<(), DataError>;
 pub fn for_each(reader: &mut dyn BufRead, path: &Path, each: Each<'_>) -> Result<(), DataError> {
     let first = first_byte(reader).map_err(DataError::io("read", path))?;
     let read = Cell::new(0);
-    let metered = Metered { inner: reader, read: &read };
+    let metered = Metered::new(reader, &read);
     let mut number = 0;
     let mut refused = None;
     let mut take = |value| {
@@ -82,23 +83,5 @@ impl<'de> Visitor<'de> for Items<'_> {
             (self.take)(value).map_err(|()| A::Error::custom("refused"))?;
         }
         Ok(())
-    }
-}
-
-/// Refuses records that are too large.
-struct Metered<'a> {
-    inner: &'a mut dyn BufRead,
-    /// Bytes since the last record.
-    read: &'a Cell<u64>,
-}
-
-impl Read for Metered<'_> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        if self.read.get() > LARGEST_RECORD {
-            return Err(io::Error::other(format!("larger than {} MiB", LARGEST_RECORD >> 20)));
-        }
-        let read = self.inner.read(out)?;
-        self.read.set(self.read.get() + read as u64);
-        Ok(read)
     }
 }

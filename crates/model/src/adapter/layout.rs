@@ -66,6 +66,16 @@ pub struct AdapterLayout {
     trained_base: Vec<Parameter>,
 }
 
+/// Refuses several adapters whose sum has no meaning.
+pub(super) fn check_sum(adapters: &[(Adapter, f32)]) -> Result<(), AdapterError> {
+    let whole =
+        |a: &Adapter| !a.replaced().is_empty() || a.low_rank().values().any(|l| l.magnitudes.is_some());
+    if adapters.len() > 1 && adapters.iter().any(|(adapter, _)| whole(adapter)) {
+        return Err(AdapterError::Layout("adapters with DoRA's magnitudes, trained biases or whole modules cannot be added to others: use one of them alone, or merge them one after the other".into()));
+    }
+    Ok(())
+}
+
 impl AdapterLayout {
     /// The adapters that a configuration asks for.
     ///
@@ -120,11 +130,7 @@ impl AdapterLayout {
     /// # Errors
     /// Several of them where one has magnitudes (DoRA) or replaces tensors: their sum has no meaning.
     pub fn of_adapters(adapters: &[(Adapter, f32)], spec: &ModelSpec) -> Result<AdapterLayout, AdapterError> {
-        let whole =
-            |a: &Adapter| !a.replaced().is_empty() || a.low_rank().values().any(|l| l.magnitudes.is_some());
-        if adapters.len() > 1 && adapters.iter().any(|(adapter, _)| whole(adapter)) {
-            return Err(AdapterError::Layout("adapters with DoRA's magnitudes, trained biases or whole modules cannot be added to others: use one of them alone, or merge them one after the other".into()));
-        }
+        check_sum(adapters)?;
         let mut modules = Vec::new();
         let stored: Vec<StoredTensor> = spec.blocks().flat_map(|block| linears(spec, block)).collect();
         let mut taken = 0;

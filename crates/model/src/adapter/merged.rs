@@ -1,51 +1,78 @@
-//! A base model's rows with an adapter's product added, as they are read: merging without a second copy.
+//! A base model's rows with the products of adapters added, as they are read: merging without a second copy.
 
 use std::ops::Range;
 use std::path::Path;
 
+use super::layout::check_sum;
 use super::{Adapter, AdapterError, LowRank, stored_place, stored_places};
 use crate::parameters::{BlockId, Parameter, Role};
 use crate::source::{ModelError, WeightSource};
 use crate::spec::ModelSpec;
 use crate::transcode::RowSource;
 
-/// A base model and an adapter.
+/// Adapters that are to be merged into a model, each with its weight.
+#[derive(Clone, Debug)]
+pub struct MergeSet {
+    adapters: Vec<(Adapter, f32)>,
+    spec: ModelSpec,
+}
+
+/// A base model and adapters.
 #[derive(Clone, Copy, Debug)]
 pub struct Merged<'a> {
-    spec: &'a ModelSpec,
     base: &'a WeightSource,
-    adapter: &'a Adapter,
+    set: &'a MergeSet,
+}
+
+impl MergeSet {
+    /// Reads the adapter in each folder, with its weight, to merge it into a model of that shape. Where an adapter changes an embedding
+    /// and not the head that is tied to it, or the other way round, the merged model has both, for in the library too the one stays as
+    /// it was when the other is trained.
+    ///
+    /// # Errors
+    /// As [`Adapter::open`]; several of them where one has magnitudes (DoRA) or replaces tensors.
+    pub fn open(folders: &[(&Path, f32)], spec: &ModelSpec) -> Result<MergeSet, AdapterError> {
+        let open = |spec: &ModelSpec| {
+            let open = |(folder, weight): &(&Path, f32)| Ok((Adapter::open(folder, spec)?, *weight));
+            let adapters = folders.iter().map(open).collect::<Result<Vec<_>, AdapterError>>()?;
+            check_sum(&adapters)?;
+            Ok(MergeSet { adapters, spec: spec.clone() })
+        };
+        if spec.tie_word_embeddings {
+            let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
+            let set = open(&untied)?;
+            if set.adapters.iter().any(|(adapter, _)| adapter.parts_tables(&untied)) {
+                return Ok(set);
+            }
+        }
+        open(spec)
+    }
+
+    /// The shape of the merged model.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// The adapters and their weights.
+    pub fn adapters(&self) -> &[(Adapter, f32)] {
+        &self.adapters
+    }
+
+    /// The weights of `base`, a model of the shape that the adapters were opened for, with the adapters in them. A head that
+    /// the base does not have is its embedding.
+    pub fn merged<'a>(&'a self, base: &'a WeightSource) -> Merged<'a> {
+        Merged { base, set: self }
+    }
 }
 
 impl Adapter {
-    /// Reads the adapter in `folder` to merge it into a model of that shape, and says which shape the merged model has:
-    /// where an adapter changes an embedding and not the head that is tied to it, or the other way round, that has both,
-    /// for in the library too the one stays as it was when the other is trained.
-    ///
-    /// # Errors
-    /// As [`Adapter::open`].
-    pub fn open_to_merge(folder: &Path, spec: &ModelSpec) -> Result<(Adapter, ModelSpec), AdapterError> {
-        if spec.tie_word_embeddings {
-            let untied = ModelSpec { tie_word_embeddings: false, ..spec.clone() };
-            let adapter = Adapter::open(folder, &untied)?;
-            let tables = untied.blocks().flat_map(|block| untied.block_parameters(block));
-            let names: Vec<String> =
-                tables.filter(|p| p.is_table()).filter_map(|p| Some(stored_place(&untied, &p)?.0)).collect();
-            let apart = names.iter().any(|name| adapter.low_rank.contains_key(name))
-                || names
-                    .iter()
-                    .any(|a| adapter.replaced.get(a) != names.first().and_then(|b| adapter.replaced.get(b)));
-            if apart {
-                return Ok((adapter, untied));
-            }
-        }
-        Ok((Adapter::open(folder, spec)?, spec.clone()))
-    }
-
-    /// The weights of `base`, a model of the shape that the adapter was opened for, with the adapter in them. A head that
-    /// the base does not have is its embedding.
-    pub fn merged<'a>(&'a self, spec: &'a ModelSpec, base: &'a WeightSource) -> Merged<'a> {
-        Merged { spec, base, adapter: self }
+    /// Whether it changes the embedding alone, or the head alone, of a model of that shape.
+    fn parts_tables(&self, untied: &ModelSpec) -> bool {
+        let tables = untied.blocks().flat_map(|block| untied.block_parameters(block));
+        let names: Vec<String> =
+            tables.filter(|p| p.is_table()).filter_map(|p| Some(stored_place(untied, &p)?.0)).collect();
+        names.iter().any(|name| self.low_rank.contains_key(name))
+            || names.iter().any(|a| self.replaced.get(a) != names.first().and_then(|b| self.replaced.get(b)))
     }
 }
 
@@ -80,24 +107,28 @@ impl Adapter {
 
 impl RowSource for Merged<'_> {
     fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
-        if !self.adapter.replace_rows(self.spec, parameter, rows.clone(), out) {
-            let tied = self.spec.block_parameters(BlockId::Embedding).into_iter().next();
+        let MergeSet { adapters, spec } = self.set;
+        if !adapters.iter().any(|(adapter, _)| adapter.replace_rows(spec, parameter, rows.clone(), out)) {
+            let tied = spec.block_parameters(BlockId::Embedding).into_iter().next();
             match tied.filter(|_| parameter.role == Role::LmHead && !self.base.has(parameter)) {
                 Some(embedding) => self.base.read_rows(&embedding, rows.clone(), out)?,
                 None => self.base.read_rows(parameter, rows.clone(), out)?,
             }
         }
         let columns = parameter.columns().max(1) as usize;
-        for place in stored_places(self.spec, parameter) {
+        for place in stored_places(spec, parameter) {
             let own = rows.start.max(place.rows.start)..rows.end.min(place.rows.end);
-            let Some(low) = self.adapter.low_rank.get(&place.tensor).filter(|_| !own.is_empty()) else {
+            if own.is_empty() {
                 continue;
-            };
+            }
             let stored = (place.first + own.start - place.rows.start) as usize;
             let before = (own.start - rows.start) as usize;
-            let lines = out.chunks_exact_mut(columns).skip(before).take((own.end - own.start) as usize);
-            for (row, out) in (stored..).zip(lines) {
-                low.add_to_row(row, out);
+            for (adapter, weight) in adapters {
+                let Some(low) = adapter.low_rank.get(&place.tensor) else { continue };
+                let lines = out.chunks_exact_mut(columns).skip(before).take((own.end - own.start) as usize);
+                for (row, out) in (stored..).zip(lines) {
+                    low.add_to_row(row, *weight, out);
+                }
             }
         }
         Ok(())
@@ -105,18 +136,19 @@ impl RowSource for Merged<'_> {
 }
 
 impl LowRank {
-    /// Adds its part of row `row` of the weight to the row, and gives it DoRA's length.
-    pub fn add_to_row(&self, row: usize, out: &mut [f32]) {
+    /// Adds its part of row `row` of the weight, so many times, to the row, and gives it DoRA's length.
+    pub fn add_to_row(&self, row: usize, weight: f32, out: &mut [f32]) {
+        let scale = self.scale * weight;
         if self.embedding {
             for (column, out) in out.iter_mut().enumerate() {
                 let product: f32 =
                     self.b.row(column).iter().enumerate().map(|(r, b)| b * at(self.a.row(r), row)).sum();
-                *out += self.scale * product;
+                *out += scale * product;
             }
             return;
         }
         for (r, b) in self.b.row(row).iter().enumerate() {
-            let factor = self.scale * b;
+            let factor = scale * b;
             for (out, a) in out.iter_mut().zip(self.a.row(r)) {
                 *out += factor * a;
             }

@@ -286,7 +286,7 @@ fn subtract(low: &LowRank, first: usize, columns: usize, values: &mut [f32]) {
     let each = rows.div_ceil(threads().max(1)).max(1);
     at_once(values.chunks_mut(each * columns).enumerate(), threads(), |(part, values)| {
         for (row, out) in (first + part * each..).zip(values.chunks_exact_mut(columns)) {
-            low.add_to_row(row, out);
+            low.add_to_row(row, 1.0, out);
         }
     });
 }

@@ -8,6 +8,7 @@ use plimsoll_device::DType;
 
 use crate::counting::Counting;
 use crate::safetensors::{new_file_builder, sync_folder};
+use crate::save::remove_left_over;
 use crate::save_error::SaveError;
 
 /// Where data and every tensor begin.
@@ -72,6 +73,9 @@ pub fn ggml_type(dtype: DType) -> Option<u32> {
     }
 }
 
+/// What files are called that are being written.
+const WRITING: &str = ".writing-";
+
 /// Writes a file, which is replaced if it is there. `fill` is asked for each tensor's bytes in turn. Returns its size.
 pub fn write_gguf(
     path: &Path,
@@ -86,10 +90,13 @@ pub fn write_gguf(
         _ => Path::new("."),
     };
     std::fs::create_dir_all(folder).map_err(|source| SaveError::io("create", folder, source))?;
+    remove_left_over(folder, WRITING);
     let aside = new_file_builder()
-        .prefix(".writing-")
+        .prefix(WRITING)
         .tempfile_in(folder)
         .map_err(|source| SaveError::io("create a file in", folder, source))?;
+    // Whoever finds the lock free knows that nobody writes here any more. A file system without locks goes without.
+    let _ = aside.as_file().try_lock();
     let mut out = Counting { inner: BufWriter::with_capacity(BUFFER, aside), written: 0 };
     out.write_all(&header).map_err(fail("write"))?;
     for (index, (tensor, size)) in tensors.iter().zip(&sizes).enumerate() {

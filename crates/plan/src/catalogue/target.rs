@@ -149,6 +149,7 @@ impl Target {
             host_bytes_per_token,
             worker_bytes: Machine::WORKER_BYTES,
             disk_available: self.disk.as_ref().map(|disk| of_rank(disk.size.0)),
+            disk_reserved: 0,
             device_bytes: Some(self.device.memory.0),
             // A CPU's memory is the host's.
             host_bytes: self.device.cpu.is_none().then(|| of_rank(self.host_memory.0)),

@@ -28,6 +28,23 @@ pub fn disk_space(folder: &Path) -> io::Result<DiskSpace> {
     Ok(DiskSpace { folder: folder.to_owned(), total: ByteSize(total), available: ByteSize(available) })
 }
 
+/// Whether two folders, which need not exist yet, are on one file system.
+#[cfg(unix)]
+pub fn on_one_disk(one: &Path, other: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let device = |folder: &Path| {
+        let folder = disk_space(folder).ok()?.folder;
+        Some(std::fs::metadata(folder).ok()?.dev())
+    };
+    device(one).is_some_and(|one| device(other) == Some(one))
+}
+
+/// Whether two folders, which need not exist yet, are on one file system.
+#[cfg(not(unix))]
+pub fn on_one_disk(one: &Path, other: &Path) -> bool {
+    other.starts_with(one)
+}
+
 /// Bytes of the file system, and those that may be written.
 #[cfg(unix)]
 fn file_system_space(folder: &Path) -> io::Result<(u64, u64)> {
@@ -52,5 +69,15 @@ mod tests {
         assert_eq!(space.folder, root.path());
         assert!(space.available <= space.total && space.total.0 > 0);
         assert_eq!(disk_space(Path::new("no-such-folder/run")).unwrap().folder, Path::new("."));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn folders_are_on_one_disk_or_on_two() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(on_one_disk(root.path(), root.path()));
+        assert!(on_one_disk(&root.path().join("not/yet"), &root.path().join("neither")));
+        assert!(!on_one_disk(root.path(), Path::new("/proc")));
+        assert!(!on_one_disk(Path::new("/proc/no/such/folder"), root.path()));
     }
 }

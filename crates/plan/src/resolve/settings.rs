@@ -73,11 +73,19 @@ pub(crate) fn step_settings(
         sequence_chunk_tokens: None,
         pipeline_schedule: config.parallel.schedule(),
         sequence_parallel: config.parallel.sequence_parallel(),
-        evaluation_batch_size: training.eval_batch_size().set(),
+        evaluation_batch_size: evaluation_batch_size(config),
         balance_loss: balance_loss(config, spec, method),
         routers: router_training(config, spec, method),
         stage: None,
         seed: training.seed(),
+    }
+}
+
+/// Sequences of a batch that is evaluated between steps, as far as it is said: none without validation data.
+pub(crate) fn evaluation_batch_size(config: &RawConfig) -> Option<u64> {
+    match config.data.validation {
+        Some(_) => config.training.eval_batch_size().set(),
+        None => Some(0),
     }
 }
 

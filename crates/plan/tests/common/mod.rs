@@ -13,6 +13,7 @@ pub fn machine() -> Machine {
         host_bytes_per_token: 32,
         worker_bytes: 0,
         disk_available: Some(1 << 40),
+        disk_reserved: 0,
         device_bytes: None,
         host_bytes: None,
     }

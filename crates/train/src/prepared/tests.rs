@@ -73,6 +73,7 @@ fn machine() -> Machine {
         host_bytes_per_token: 40,
         worker_bytes: 0,
         disk_available: None,
+        disk_reserved: 0,
         device_bytes: None,
         host_bytes: None,
     }

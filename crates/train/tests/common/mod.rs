@@ -18,6 +18,7 @@ pub fn machine() -> Machine {
         host_bytes_per_token: 24,
         worker_bytes: plimsoll_plan::Machine::WORKER_BYTES,
         disk_available: None,
+        disk_reserved: 0,
         device_bytes: None,
         host_bytes: None,
     }

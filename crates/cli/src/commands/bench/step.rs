@@ -19,7 +19,7 @@ use crate::load_line::kept_so_far;
 use crate::models::{self, Need};
 use crate::output::{out, outln};
 use crate::overhead::Progress;
-use crate::session::Engine;
+use crate::session::{DiskUse, Engine};
 use crate::signals::StopSignals;
 
 pub fn run(args: &BenchStepArgs) -> Result<(), Failure> {
@@ -38,8 +38,9 @@ pub fn run(args: &BenchStepArgs) -> Result<(), Failure> {
     let mut prepared = Prepared::with_model(config, origin, false)?;
     let engine = Engine::start_measuring(args.run.threads, !args.kept_speeds)?;
     let machine = engine.machine(prepared.config(), prepared.spec().vocab_size, Progress::Ready);
-    let uses_disk = |plan: &TrainingPlan| plan.disk_bytes() > 0;
-    let plan = engine.plan(prepared.config(), &machine, uses_disk, |machine| prepared.plan(machine))?;
+    // Nothing is saved.
+    let disk_use = |plan: &TrainingPlan| DiskUse::of(plan, 0);
+    let plan = engine.plan(prepared.config(), &machine, disk_use, |machine| prepared.plan(machine))?;
     if !plan.fits() {
         return Err(Failure::does_not_fit(format!("{}{}", misfits(&plan), remedies(&plan))));
     }

@@ -21,6 +21,12 @@ use crate::units::seconds;
 
 pub fn run(path: &Path, json: bool) -> Result<(), Failure> {
     let file = if path.is_dir() { path.join(FLIGHT_RECORDER) } else { path.to_owned() };
+    if !file.exists() {
+        return Err(Failure::usage(format!(
+            "--post-mortem {}: there is no recording of a run; name the folder that output.dir says, or the {FLIGHT_RECORDER} in it",
+            path.display()
+        )));
+    }
     let recording = Recording::read(&file).map_err(|error| Failure::other(error.to_string()))?;
     let now = Conditions::after(&SystemFiles::of_this_machine(), &recording.about);
     let found = PostMortem::of(&recording, &now);

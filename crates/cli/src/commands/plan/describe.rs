@@ -246,8 +246,12 @@ fn disk_needed(plan: &TrainingPlan) -> String {
     if plan.disk_bytes() == 0 {
         return String::new();
     }
-    let free =
-        plan.machine.disk_available.map_or(String::new(), |b| format!(", {} are free there", ByteSize(b)));
+    let reserved = match plan.machine.disk_reserved {
+        0 => String::new(),
+        bytes => format!(", {} of them for the checkpoints and the model of the run", ByteSize(bytes)),
+    };
+    let free = |b| format!(", {} are free there{reserved}", ByteSize(b));
+    let free = plan.machine.disk_available.map_or(String::new(), free);
     let budget =
         plan.config.memory.disk_budget().set().map_or(String::new(), |b| format!(", the budget is {b}"));
     let folder = plan.config.disk_path();

@@ -17,7 +17,7 @@ use crate::failure::Failure;
 use crate::output::{out, outln};
 use crate::overhead::Progress;
 use crate::row;
-use crate::session::{cache_type, inference_precision};
+use crate::session::{DiskUse, cache_type, inference_precision};
 use crate::speeds::PlanSpeeds;
 use crate::table;
 use crate::units::seconds;
@@ -44,8 +44,8 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         ModelOrigin::Files(files) => files.tokenizer().ok(),
         ModelOrigin::Catalogue(_) | ModelOrigin::Scratch(..) => None,
     };
-    let reads_disk = |plan: &InferencePlan| plan.moved_per_token().read > 0;
-    let (plan, speeds) = asked.planned(Progress::PlanningAnswers, &reads_disk, &mut |machine| {
+    let disk_use = |plan: &InferencePlan| (plan.moved_per_token().read > 0).then(DiskUse::default);
+    let (plan, speeds) = asked.planned(Progress::PlanningAnswers, &disk_use, &mut |machine| {
         let question = InferenceQuestion {
             origin: &asked.origin,
             config: &asked.config,
