@@ -464,7 +464,9 @@ mod over_mpi {
         let folder = folder();
         let mut run = Command::new("mpirun");
         run.args(["-n", "2", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
-        run.arg(env!("CARGO_BIN_EXE_plimsoll")).args(["train", "c.yaml", "--set", "output.dir=out"]).args(LONG);
+        run.arg(env!("CARGO_BIN_EXE_plimsoll"))
+            .args(["train", "c.yaml", "--set", "output.dir=out"])
+            .args(LONG);
         run.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder.path());
         let left = folder.path().join("out/.rank-7");
         std::fs::create_dir_all(&left).unwrap();

@@ -15,6 +15,9 @@ use plimsoll_step::{
 /// Layers of a pattern that repeats, at most: Gemma 3 has one with full attention behind every five with a window.
 const LONGEST_PATTERN: usize = 8;
 
+/// A smaller model is worth it that lacks one of so many layers.
+const WORTH: usize = 4;
+
 /// Inputs of segments that are on their way out of the device at once.
 const LEAVING: usize = 2;
 
@@ -105,7 +108,9 @@ impl Fold {
                 gaps.push(Gap { unit, times: missing });
             }
         }
-        (!gaps.is_empty()).then(|| {
+        // To find what a step does and to count it takes about as long as a few layers more.
+        let missing = all.len() - kept.len();
+        (missing * WORTH >= all.len() && missing > 0).then(|| {
             let settings = smaller(spec, settings, segment as u32, &kept);
             let of_model = kept.iter().filter_map(|layer| all.get(*layer as usize).copied()).collect();
             Fold { spec: spec.of_layers(&kept), settings, layers: of_model, units, gaps }

@@ -15,6 +15,8 @@ const MOST_RUNS: usize = 80;
 /// Corrections for each of them, and runs for each correction.
 const WAVES: usize = 3;
 const AT_ONCE: usize = 6;
+/// Points of the same pieces that are run at a time where the best point of each would leave other threads without work.
+const AT_LEAST: usize = 2;
 /// Combinations of coupled axes that are looked at beside those that were measured.
 const FURTHER: usize = 12;
 /// Types and updates that have pieces of their own at the least memory.
@@ -98,14 +100,16 @@ impl Walk<'_> {
         let light: Vec<Point> =
             others.iter().flat_map(|root| self.space.light(root, &[Checkpointing::Full])).collect();
         self.run(&light);
+        let mut anchors = Vec::new();
         for root in &others {
             let alike = |own: &&Pieces| self.space.alike(&own.anchor, root);
             let Some(known) = pieces.iter().rev().max_by_key(alike).cloned() else { continue };
             let own = self.best(&smallest, |point| self.is_of(point, root));
             let anchor = own.map_or(self.moved(known.anchor, root), |(point, _)| point);
-            self.run(&[anchor]);
+            anchors.push(anchor);
             pieces.push(Pieces { anchor, ..known });
         }
+        self.run(&anchors);
         pieces
     }
 
@@ -142,19 +146,23 @@ impl Walk<'_> {
             for _ in 0..WAVES {
                 let best = self.best(&aim, |_| true);
                 let cutoff = best.map_or(f64::INFINITY, |(_, best)| aim.merit(best.footprint) * BETTER);
-                let mut next: Vec<(f64, usize, Point)> = Vec::new();
+                let mut next: Vec<(usize, f64, usize, Point)> = Vec::new();
                 for (place, (pieces, base)) in pieces.iter().zip(&bases).enumerate() {
-                    let first = self.estimated(pieces, *base, &aim, cutoff, 1).first().copied();
-                    next.extend(first.map(|(point, footprint)| (aim.merit(footprint), place, point)));
+                    let best = self.estimated(pieces, *base, &aim, cutoff, AT_LEAST).into_iter().enumerate();
+                    next.extend(
+                        best.map(|(rank, (point, footprint))| (rank, aim.merit(footprint), place, point)),
+                    );
                 }
-                next.sort_by(|(a, ..), (b, ..)| a.total_cmp(b));
-                next.truncate(AT_ONCE);
+                next.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
+                let firsts = next.iter().take_while(|(rank, ..)| *rank == 0).count();
+                next.truncate(firsts.clamp(AT_LEAST, AT_ONCE));
                 if next.is_empty() {
                     break;
                 }
                 let points: Vec<Point> = next.iter().map(|(.., point)| *point).collect();
                 self.run(&points);
-                for (_, place, point) in next {
+                // The best of each last.
+                for (.., place, point) in next.into_iter().rev() {
                     if let Some(base) = bases.get_mut(place).filter(|_| self.made(&point).is_some()) {
                         *base = point;
                     }

@@ -48,6 +48,8 @@ impl Walk<'_> {
         for axis in &alone {
             points.extend(self.ends(&anchor, *axis).into_iter().map(|value| changed(anchor, *axis, value)));
         }
+        // All of them at once, as a wave ends with its longest run.
+        points.extend(self.ends(&anchor, form).into_iter().map(|value| changed(anchor, form, value)));
         self.run(&points);
         let mut options: Vec<Vec<Piece>> = Vec::new();
         for axis in alone {

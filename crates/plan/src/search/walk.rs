@@ -6,6 +6,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use plimsoll_device::cpu::at_once;
+use plimsoll_memory::Tier;
+use plimsoll_step::{Checkpointing, Offload};
 
 use super::footprint::Footprint;
 use super::space::{LIGHT, Point, Space};
@@ -14,7 +16,7 @@ use crate::bounds::least_in_segments;
 use crate::config::Quality;
 use crate::limits::Limits;
 use crate::resolve::Choice;
-use crate::runs::{DryRuns, threads};
+use crate::runs::{DryRuns, Wanted, threads};
 use crate::time::Rates;
 
 /// Points that are run at a time, whatever the number of threads.
@@ -33,6 +35,15 @@ const SLOWER: f64 = 0.25;
 const WORTH: f64 = 0.998;
 /// Dry runs after which no further combination of coupled axes is begun.
 const MOST_RUNS: usize = 500;
+
+/// How long a dry run takes beside others: most where layers are checkpointed in segments, more where more comes and goes.
+fn length((settings, accumulation): &Wanted) -> (bool, usize, u64) {
+    let segments = matches!(settings.checkpointing, Checkpointing::Sqrt | Checkpointing::Every(2..));
+    let Offload { parameters, gradients, optimizer, activations, .. } = settings.offload;
+    let below =
+        [parameters, gradients, optimizer, activations].into_iter().filter(|tier| *tier != Tier::Device);
+    (segments, below.count(), settings.micro_batches_per_pass.min(*accumulation))
+}
 
 /// A point that was run.
 #[derive(Clone, Copy, Debug)]
@@ -108,8 +119,12 @@ impl<'a> Walk<'a> {
             }
         }
         let (space, rates, limits, runs) = (&self.space, self.rates, self.limits, &self.runs);
-        let made = at_once(&missing, self.threads, |point| {
-            let (settings, accumulation) = space.wanted(point)?;
+        let wanted: Vec<_> = missing.iter().map(|point| space.wanted(point)).collect();
+        // Those that take longest begin first: nobody waits long for the last one.
+        let mut turns: Vec<usize> = (0..missing.len()).collect();
+        turns.sort_by_key(|place| std::cmp::Reverse(wanted.get(*place).and_then(Option::as_ref).map(length)));
+        let mut made = at_once(&turns, self.threads, |place| {
+            let (settings, accumulation) = wanted.get(*place)?.clone()?;
             let choice = match runs.find(&settings, accumulation) {
                 Some(known) => known,
                 None => {
@@ -125,7 +140,13 @@ impl<'a> Walk<'a> {
                 fits: choice.whole && limits.allow(&choice),
             })
         });
-        for (point, made) in missing.into_iter().zip(made) {
+        let mut of_point = vec![None; missing.len()];
+        for (place, made) in turns.into_iter().zip(&mut made) {
+            if let Some(own) = of_point.get_mut(place) {
+                *own = made.take();
+            }
+        }
+        for (point, made) in missing.into_iter().zip(of_point) {
             if made.is_some() {
                 self.order.push(point);
             }
@@ -190,16 +211,27 @@ impl<'a> Walk<'a> {
         let (most_runs, turns) = if self.space.is_long { (MOST_RUNS / 4, 1) } else { (MOST_RUNS, TURNS) };
         // By how much the best of a root was slower than its plainest point, at least.
         let mut slower: f64 = f64::INFINITY;
-        for (seconds, root) in order {
+        for (number, &(seconds, root)) in order.iter().enumerate() {
             let best = self.best(aim, |_| true);
             let share = if slower.is_finite() { 1.0 + SLOWER * (slower - 1.0) } else { 0.0 };
-            let beaten = |(_, best): &(Point, Made)| seconds * share >= best.footprint.seconds();
-            let hopeless = aim.merit == Merit::Seconds && best.as_ref().is_some_and(beaten);
-            if hopeless || self.order.len() >= most_runs {
+            let hopeless = |seconds: f64| {
+                let beaten = |(_, best): &(Point, Made)| seconds * share >= best.footprint.seconds();
+                aim.merit == Merit::Seconds && best.as_ref().is_some_and(beaten)
+            };
+            if hopeless(seconds) || self.order.len() >= most_runs {
                 continue;
             }
             match (best, self.measured.last().cloned()) {
-                (Some((best, _)), Some(pieces)) => self.walk_beside(best, pieces, root, aim),
+                (Some((best, _)), Some(pieces)) => {
+                    let later = order.iter().skip(number).filter(|(seconds, _)| !hopeless(*seconds));
+                    let seeds: Vec<Point> =
+                        later.take(WAVE).map(|(_, root)| self.moved(best, root)).collect();
+                    // Where the best stays what it is, as it mostly does, they are those of the next turns.
+                    if seeds.first().is_some_and(|seed| !self.made.contains_key(seed)) {
+                        self.run(&seeds);
+                    }
+                    self.walk_beside(best, pieces, root, aim);
+                }
                 _ => self.walk_from(root, aim, turns),
             }
             if let Some((_, own)) = self.best(aim, |point| self.is_of(point, &root)) {
