@@ -254,7 +254,7 @@ impl Engine {
                 ..speeds.machine.rates
             },
             limits,
-            overhead_bytes: overhead_bytes(&self.pool, tokens, progress),
+            overhead_bytes: overhead_bytes(&self.pool, tokens, progress, self.ranks.max(self.all_ranks) > 1),
             host_bytes_per_token: plimsoll_train::host_bytes_per_token(config),
             worker_bytes: Machine::WORKER_BYTES,
             disk_available: disk_space(&config.disk_path())

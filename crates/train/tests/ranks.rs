@@ -23,7 +23,7 @@ model:
   from_scratch: {{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, num_attention_heads: 2}}
 data: {{train: '{0}', validation: '{0}', sequence_length: 16}}
 training: {{steps: 6, batch_size: 2, learning_rate: 1e-2, mixed_precision: bf16}}
-memory: {{device_budget: 256MiB, ladder: false}}
+memory: {{device_budget: 4GiB, ladder: false}}
 parallel: {{reproducible: true}}
 output: {{dir: '{1}', save_steps: 2, eval_steps: 3}}
 ",

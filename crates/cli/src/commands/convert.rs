@@ -14,7 +14,7 @@ use plimsoll_model::{
     ModelError, ModelFiles, ModelSpec, Parameter, RowSource, SaveError, Target, Transcoder, TypesByGroup,
     Upcycled, WeightGroup,
 };
-use plimsoll_train::{OutputFolder, StopFlag};
+use plimsoll_train::{LOCK, OutputFolder, StopFlag};
 use serde_json::json;
 
 use crate::args::{ConvertArgs, OutputArgs};
@@ -181,12 +181,6 @@ pub fn write(
             args.output.display()
         )));
     }
-    if args.output.is_dir() && !may_be_replaced(&args.output) {
-        return Err(Failure::usage(format!(
-            "{} holds something else than a model, so that --force does not write into it; choose another --output",
-            args.output.display()
-        )));
-    }
     match (args.max_shard_size, &target) {
         (Some(_), Target::Gguf(_)) => {
             return Err(Failure::usage("--max-shard-size is about a folder's files, and a GGUF is one file"));
@@ -204,6 +198,12 @@ pub fn write(
     };
     // Nothing is written into the folder of a run that is under way.
     let _folder = args.output.is_dir().then(|| OutputFolder::take(&args.output)).transpose()?;
+    if args.output.is_dir() && !may_be_replaced(&args.output) {
+        return Err(Failure::usage(format!(
+            "{} holds something else than a model, so that --force does not write into it; choose another --output",
+            args.output.display()
+        )));
+    }
     let total: u64 = spec.parameters().iter().map(Parameter::elements).sum();
     let bar = progress::counter(total / 1_000_000, "million parameters", args.json);
     let mut show = |done: u64, _: u64| bar.set_position(done / 1_000_000);
@@ -258,7 +258,8 @@ pub fn write(
 /// Whether a folder is empty, or a model is in it or was.
 fn may_be_replaced(folder: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(folder) else { return false };
-    let mut names = entries.flatten().map(|entry| entry.file_name()).peekable();
+    let names = entries.flatten().map(|entry| entry.file_name());
+    let mut names = names.filter(|name| name != LOCK).peekable();
     let of_model = |name: &std::ffi::OsString| {
         name == CONFIG_NAME || Path::new(name).extension().is_some_and(|ending| ending == "safetensors")
     };

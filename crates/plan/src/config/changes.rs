@@ -33,8 +33,10 @@ impl RawConfig {
         });
         let mut changes = Vec::new();
         self.visit(&mut |entry| {
-            // How ranks divide the work is left to the planner only where that is said.
-            let left_out = entry.value.is_none() && !entry.path.starts_with("parallel.");
+            // How ranks divide the work is left to the planner only where that is said; when they exchange what they do is its own choice.
+            let divides =
+                entry.path.starts_with("parallel.") && entry.path != "parallel.overlap_communication";
+            let left_out = entry.value.is_none() && !divides;
             let open = (left_out || entry.value.as_ref().is_some_and(|value| value.text == "auto"))
                 && (entry.values)().contains(" | auto");
             let after = entry.value.map_or_else(entry.default, |value| value.text);
@@ -68,6 +70,9 @@ mod tests {
             ]
         );
         assert_eq!(now.changes_since(&now), []);
+        let ranks = RawConfig::from_str("parallel: {data_parallel: 2, overlap_communication: true}", "ranks");
+        let same = RawConfig::from_str("parallel: {data_parallel: 2}", "same").unwrap();
+        assert_eq!(same.changes_since(&ranks.unwrap()), []);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use plimsoll_step::{
 const LONGEST_PATTERN: usize = 8;
 
 /// A smaller model is worth it that lacks one of so many layers.
-const WORTH: usize = 4;
+const WORTH: usize = 6;
 
 /// Inputs of segments that are on their way out of the device at once.
 const LEAVING: usize = 2;
