@@ -48,8 +48,8 @@ pub fn open(
                 "memory holds {resident_layers} of {layers} layers at once; {read} are read from disk in every pass"
             ),
             slots => errln!(
-                "memory holds {resident_layers} of {layers} layers without their experts, and {slots} experts; a token whose experts are \
-                 all others reads {read} from disk"
+                "memory holds {resident_layers} of {layers} layers without their experts, and {slots} experts; where tokens go to any \
+                 experts alike, each reads about {read} from disk"
             ),
         }
     }
@@ -138,7 +138,7 @@ impl Streaming {
 pub fn report_experts(traffic: ExpertTraffic) {
     let ExpertTraffic { used, read, bytes } = traffic;
     errln!(
-        "{:.0} % of the experts that tokens were sent to had to be read: {read} of {used}, {}",
+        "{:.0} % of the experts' matrices that tokens were sent to had to be read: {read} of {used}, {}",
         100.0 * read as f64 / used.max(1) as f64,
         ByteSize(bytes)
     );

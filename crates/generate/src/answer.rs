@@ -61,6 +61,11 @@ impl<'t> Answer<'t> {
         sampler: &mut Sampler,
     ) -> Result<(String, Option<StopReason>), GenerateError> {
         let known = logits.get(..self.vocabulary).unwrap_or(logits);
+        let is_told =
+            known.iter().any(|logit| logit.is_finite()) && !known.iter().any(|logit| logit.is_nan());
+        if !is_told && !known.is_empty() {
+            return Err(GenerateError::NotFinite { number: self.out.tokens.len() + 1 });
+        }
         let token = sampler.sample(known).ok_or(GenerateError::NoLogits)?;
         if self.limits.stop_tokens.contains(&token) {
             return Ok((String::new(), Some(StopReason::StopToken(token))));

@@ -33,6 +33,14 @@ pub enum GenerateError {
     /// A model whose vocabulary is empty.
     #[error("the model gave no logits; its vocabulary is empty")]
     NoLogits,
+    /// The model has said nothing that a token could be chosen by.
+    #[error(
+        "token {number} of the answer has no finite logits: some weights or activations are not finite; look for the adapter or the conversion that they come from, or try --dtype f32"
+    )]
+    NotFinite {
+        /// Which token of the answer was to be chosen, from 1.
+        number: usize,
+    },
 }
 
 /// What ends an answer, besides the end of the context.

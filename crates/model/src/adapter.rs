@@ -253,8 +253,13 @@ fn linears(spec: &ModelSpec, block: BlockId) -> Vec<StoredTensor> {
 fn base_tensors(spec: &ModelSpec) -> BTreeMap<String, Vec<u64>> {
     let spec = &spec.with_single_experts();
     let stored = spec.blocks().flat_map(|block| hf_block(spec, block));
+    let shape = |tensor: &StoredTensor| match tensor.shape().as_slice() {
+        // The bias of a single expert is a row of its stack.
+        [1, columns] if tensor.name.ends_with(".bias") => vec![*columns],
+        shape => shape.to_vec(),
+    };
     let mut shapes: BTreeMap<String, Vec<u64>> =
-        stored.map(|tensor| (tensor.name.clone(), tensor.shape())).collect();
+        stored.map(|tensor| (tensor.name.clone(), shape(&tensor))).collect();
     if spec.tie_word_embeddings {
         shapes.entry(HEAD.to_owned()).or_insert_with(|| vec![spec.vocab_size, spec.hidden_size]);
     }
@@ -343,18 +348,21 @@ struct Place {
     rows: Range<u64>,
     /// The tensor's row that is the first of these.
     first: u64,
+    /// Elements of the tensor before it.
+    elements: u64,
 }
 
 /// The tensors of a parameter: several of a stack.
 fn stored_places(spec: &ModelSpec, parameter: &Parameter) -> Vec<Place> {
     let mut places = Vec::new();
     for tensor in linears(spec, parameter.block) {
-        let mut first = 0;
+        let (mut first, mut elements) = (0, 0);
         for part in &tensor.parts {
             if part.role() == parameter.role {
-                places.push(Place { tensor: tensor.name.clone(), rows: part.rows.clone(), first });
+                places.push(Place { tensor: tensor.name.clone(), rows: part.rows.clone(), first, elements });
             }
             first += part.count();
+            elements += part.elements();
         }
     }
     places

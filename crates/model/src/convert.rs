@@ -23,6 +23,18 @@ pub enum ConversionError {
         /// The type asked for.
         to: DType,
     },
+    /// A value that blocks have no code for: it would become some number.
+    #[error(
+        "element {element} of them is {value}, which {to} cannot hold; the weights are damaged or their training diverged"
+    )]
+    NotFinite {
+        /// The type asked for.
+        to: DType,
+        /// Which of the values that were converted together, from 0.
+        element: usize,
+        /// What it is.
+        value: String,
+    },
     /// The number of elements differs.
     #[error("{source_bytes} bytes of {from} do not hold the elements of {out_bytes} bytes of {to}")]
     Length {
@@ -114,6 +126,17 @@ pub fn encode(values: &[f32], to: DType, out: &mut [u8]) -> Result<(), Conversio
             out_bytes: out.len(),
         }),
         None => Err(ConversionError::Unsupported { from: DType::F32, to }),
+    }
+}
+
+/// Refuses values that are not finite, for blocks of a type.
+pub(crate) fn check_finite(values: &[f32], to: DType) -> Result<(), ConversionError> {
+    match values.iter().position(|value| !value.is_finite()) {
+        None => Ok(()),
+        Some(element) => {
+            let value = values.get(element).map(f32::to_string).unwrap_or_default();
+            Err(ConversionError::NotFinite { to, element, value })
+        }
     }
 }
 

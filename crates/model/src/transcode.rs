@@ -14,6 +14,7 @@ use plimsoll_device::DType;
 use plimsoll_device::cpu::quantize::four_bit::FourBit;
 
 use self::packed::Packed;
+use crate::convert::ConversionError;
 use crate::gguf::{
     Description, GgufValue, NewGgufTensor, describe, describe_tokenizer, gguf_block, write_gguf,
 };
@@ -259,7 +260,8 @@ impl<'a> Transcoder<'a> {
         let column = |first: usize| values.iter().skip(first).step_by(columns);
         let ordered: Vec<f32> = (0..columns).flat_map(column).copied().collect();
         let mut bytes = vec![0; dtype.bytes_for(ordered.len() as u64).unwrap_or(0) as usize];
-        encode_stripe(&ordered, dtype, &mut bytes).map_err(io::Error::other)?;
+        let name = parts.first().map_or("", |part| part.parameter.name.as_str());
+        encode_stripe(&ordered, dtype, &mut bytes).map_err(of_tensor(name))?;
         self.advance(ordered.len() as u64);
         out.write_all(&bytes)
     }
@@ -309,7 +311,7 @@ impl<'a> Transcoder<'a> {
                 std::mem::swap(&mut values, &mut ordered);
             }
             bytes.resize(dtype.bytes_for(count as u64).unwrap_or(0) as usize, 0);
-            encode_stripe(&values, dtype, &mut bytes).map_err(io::Error::other)?;
+            encode_stripe(&values, dtype, &mut bytes).map_err(of_tensor(&parameter.name))?;
             out.write_all(&bytes)?;
             self.advance(count as u64);
         }
@@ -345,4 +347,9 @@ fn gguf_dtype(tensor: &StoredTensor, wanted: &TypesByGroup) -> [DType; 2] {
         other => other,
     };
     [wanted, [wanted, larger].into_iter().find(fits).unwrap_or(DType::F16)]
+}
+
+/// An error of converting that names the tensor.
+fn of_tensor(name: &str) -> impl Fn(ConversionError) -> io::Error {
+    move |error| io::Error::other(format!("{name}: {error}"))
 }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use plimsoll_device::DType;
 use plimsoll_model::adapter::{AdapterBias, AdapterSet, AdapterStart, MergeSet, TargetModules};
 use plimsoll_model::{
-    Adapted, Adapter, AdapterConfig, AdapterLayout, LoraPart, ModelFiles, Parameter, Role, SafetensorsFile,
-    Target, Transcoder,
+    Adapted, Adapter, AdapterConfig, AdapterLayout, LoraPart, ModelFiles, Parameter, Role, RowSource,
+    SafetensorsFile, Target, Transcoder,
 };
 use proptest::prelude::*;
 use serde_json::Value;
@@ -220,6 +220,44 @@ fn biases_of_adapted_modules_stand_in_the_layers_within_them() {
         let read = Adapter::open(place.path(), base.spec()).unwrap();
         read.save(place.path()).unwrap();
         check();
+    }
+}
+
+/// Every element of a trained bias comes back in its place: of parts of a fused tensor, and of each expert of a stack.
+#[test]
+fn trained_biases_are_read_as_they_were_written() {
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data");
+    for model in ["families/qwen2", "families/gpt2", "experts/gpt-oss"] {
+        let base = ModelFiles::open(&models.join(model)).unwrap();
+        let spec = base.spec();
+        let config = AdapterConfig { rank: 2, bias: AdapterBias::All, ..AdapterConfig::default() };
+        let layout = AdapterLayout::new(&config, spec).unwrap();
+        let values = |p: &Parameter| -> Vec<f32> {
+            let first = p.name.bytes().map(f32::from).sum::<f32>();
+            (0..p.elements()).map(|i| first + i as f32 / 1024.0).collect()
+        };
+        let place = tempfile::tempdir().unwrap();
+        layout.write(place.path(), spec, |p| Ok(values(p))).unwrap();
+        let folders = [(place.path(), 1.0)];
+        let (set, merging) =
+            (AdapterSet::open(&folders, spec).unwrap(), MergeSet::open(&folders, spec).unwrap());
+        let merged = merging.merged(base.weights());
+        let mut biases = 0;
+        for p in spec.parameters().iter().filter(|p| layout.trains_base(p.block, p.role)) {
+            biases += 1;
+            assert!(set.replaces(spec, p), "{model} {}", p.name);
+            let (wanted, columns) = (values(p), p.columns() as usize);
+            for rows in [p.all_rows(), p.rows() / 2..p.rows()] {
+                let wanted = &wanted[rows.start as usize * columns..rows.end as usize * columns];
+                let mut read = vec![0; 4 * wanted.len()];
+                set.read_rows_into(spec, base.weights(), p, rows.clone(), DType::F32, &mut read).unwrap();
+                assert_eq!(floats(&read), wanted, "{model} {}", p.name);
+                let mut read = vec![0.0; wanted.len()];
+                merged.rows(p, rows, &mut read).unwrap();
+                assert_eq!(read, wanted, "{model} {}", p.name);
+            }
+        }
+        assert!(biases > 4, "{model}: {biases}");
     }
 }
 

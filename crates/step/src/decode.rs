@@ -263,6 +263,11 @@ impl<'a> Decoder<'a> {
         self.weights.expert_traffic()
     }
 
+    /// Takes tokens from now on for such that go to any experts alike, on a device without memory: of each layer as many experts are here.
+    pub fn suppose_even_use(&self) {
+        self.weights.suppose_even_use();
+    }
+
     /// Takes a sequence for one of so many tokens, on a device without memory: what a pass takes does not depend on what the tokens
     /// before it were.
     ///

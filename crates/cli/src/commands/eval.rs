@@ -143,7 +143,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::other(format!(
-        "the loss is {mean}: some weights or activations are not finite; look at the weights with `plimsoll inspect`, or try --dtype f32"
+        "the loss is {mean}: some weights or activations are not finite; look for the adapter or the conversion that they come from, or try --dtype f32"
     )))
 }
 

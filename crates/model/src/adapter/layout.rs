@@ -679,7 +679,7 @@ fn trained_base(
             }
         }
         // Of a mixture of experts there are too many tensors to compare each with all modules.
-        let of_adapted = || modules.iter().any(|adapted| adapted.name == module);
+        let of_adapted = || modules.iter().any(|adapted| adapted.is_for(module));
         if named && of_adapted() {
             return Err(AdapterError::Layout(format!(
                 "{module} is in target_modules and in modules_to_save; name it in one of them"

@@ -77,43 +77,57 @@ impl Adapter {
 }
 
 impl Adapter {
-    /// Writes rows of a parameter that the adapter replaces; `false`, and nothing done, where it replaces none of it.
+    /// Whether the adapter replaces some of these rows of a parameter, and whether it replaces all of them.
+    pub(crate) fn replaces(
+        &self,
+        spec: &ModelSpec,
+        parameter: &Parameter,
+        rows: &Range<u64>,
+    ) -> (bool, bool) {
+        let places = stored_places(spec, parameter).into_iter();
+        let own = places.filter(|place| place.rows.start < rows.end && rows.start < place.rows.end);
+        let own: Vec<bool> = own.map(|place| self.replaced.contains_key(&place.tensor)).collect();
+        (own.contains(&true), !own.is_empty() && !own.contains(&false))
+    }
+
+    /// Writes those rows of a parameter that the adapter replaces; of a stack, tensor by tensor.
     pub(crate) fn replace_rows(
         &self,
         spec: &ModelSpec,
         parameter: &Parameter,
         rows: Range<u64>,
         out: &mut [f32],
-    ) -> bool {
-        let place = stored_place(spec, parameter);
-        let Some((matrix, first)) = place.and_then(|(name, first)| Some((self.replaced.get(&name)?, first)))
-        else {
-            return false;
-        };
-        let columns = parameter.columns() as usize;
-        // Biases and matrices alike; a matrix stored transposed has other columns.
-        for (row, out) in ((first + rows.start) as usize..).zip(out.chunks_exact_mut(columns.max(1))) {
-            if matrix.columns == columns {
-                out.copy_from_slice(matrix.row(row));
-            } else {
-                for (column, out) in out.iter_mut().enumerate() {
-                    *out = matrix.row(column).get(row).copied().unwrap_or(0.0);
-                }
+    ) {
+        let columns = parameter.columns().max(1) as usize;
+        for place in stored_places(spec, parameter) {
+            let own = rows.start.max(place.rows.start)..rows.end.min(place.rows.end);
+            let Some(matrix) = self.replaced.get(&place.tensor).filter(|_| !own.is_empty()) else { continue };
+            let before = (own.start - rows.start) as usize;
+            let lines = out.chunks_exact_mut(columns).skip(before).take((own.end - own.start) as usize);
+            for (row, line) in ((own.start - place.rows.start) as usize..).zip(lines) {
+                // A vector has the values of its parts one after the other.
+                let values = match matrix.columns == columns {
+                    true => matrix.row(place.first as usize + row),
+                    false => matrix.values.get(place.elements as usize + row * columns..).unwrap_or_default(),
+                };
+                line.iter_mut().zip(values).for_each(|(out, value)| *out = *value);
             }
         }
-        true
     }
 }
 
 impl RowSource for Merged<'_> {
     fn rows(&self, parameter: &Parameter, rows: Range<u64>, out: &mut [f32]) -> Result<(), ModelError> {
         let MergeSet { adapters, spec } = self.set;
-        if !adapters.iter().any(|(adapter, _)| adapter.replace_rows(spec, parameter, rows.clone(), out)) {
+        if !adapters.iter().any(|(adapter, _)| adapter.replaces(spec, parameter, &rows).1) {
             let tied = spec.block_parameters(BlockId::Embedding).into_iter().next();
             match tied.filter(|_| parameter.role == Role::LmHead && !self.base.has(parameter)) {
                 Some(embedding) => self.base.read_rows(&embedding, rows.clone(), out)?,
                 None => self.base.read_rows(parameter, rows.clone(), out)?,
             }
+        }
+        for (adapter, _) in adapters {
+            adapter.replace_rows(spec, parameter, rows.clone(), out);
         }
         let columns = parameter.columns().max(1) as usize;
         for place in stored_places(spec, parameter) {

@@ -185,11 +185,8 @@ impl AdapterSet {
 
     /// Whether [`read_rows_into`](Self::read_rows_into) gives other values of a parameter than the base model's.
     pub fn replaces(&self, spec: &ModelSpec, parameter: &Parameter) -> bool {
-        let place = super::stored_place(spec, parameter);
-        let replaces = |(adapter, _): &(Adapter, f32)| {
-            place.as_ref().is_some_and(|(name, _)| adapter.replaced().contains_key(name))
-        };
-        self.adapters.iter().any(replaces)
+        let rows = parameter.all_rows();
+        self.adapters.iter().any(|(adapter, _)| adapter.replaces(spec, parameter, &rows).0)
     }
 
     /// Writes the values of some rows of a parameter as `dtype` into `out`: an adapter's own, of which there are only all
@@ -213,14 +210,16 @@ impl AdapterSet {
             let values = adapter_values(&self.adapters, spec, &self.layout, parameter);
             return encode(&values, dtype, out).map_err(wrong);
         }
-        let name = super::stored_place(spec, parameter).map(|(name, _)| name).unwrap_or_default();
-        for (adapter, _) in self.adapters.iter().filter(|(adapter, _)| adapter.replaced().contains_key(&name))
-        {
+        let own =
+            self.adapters.iter().map(|(adapter, _)| (adapter, adapter.replaces(spec, parameter, &rows)));
+        for (adapter, (_, all)) in own.filter(|(_, (some, _))| *some) {
             let count = rows.end.saturating_sub(rows.start).saturating_mul(parameter.columns());
             let mut values = vec![0.0; count as usize];
-            if adapter.replace_rows(spec, parameter, rows.clone(), &mut values) {
-                return encode(&values, dtype, out).map_err(wrong);
+            if !all {
+                base.read_rows(parameter, rows.clone(), &mut values)?;
             }
+            adapter.replace_rows(spec, parameter, rows.clone(), &mut values);
+            return encode(&values, dtype, out).map_err(wrong);
         }
         base.read_rows_into(parameter, rows, dtype, out)
     }

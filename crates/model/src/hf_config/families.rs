@@ -248,6 +248,10 @@ fn sliding_window(
                     }
                 });
             }
+            if layers.len() != num_layers as usize {
+                let reason = format!("tells of {} layers; the model has {num_layers}", layers.len());
+                return Err(config.refuse("layer_types", reason));
+            }
             layers
         }
     };

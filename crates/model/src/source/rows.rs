@@ -11,7 +11,7 @@ use plimsoll_device::cpu::quantize::{can_quantize, quantize};
 use plimsoll_memory::usable_cores;
 
 use super::{ModelError, Places, RowOrder, StoredAt, WeightSource};
-use crate::convert::{ConversionError, convert, encode};
+use crate::convert::{ConversionError, check_finite, convert, encode};
 use crate::parameters::Parameter;
 
 /// Values that are read at a time, about.
@@ -222,6 +222,10 @@ pub(crate) fn encode_rows<E>(
         return Err(fail(ConversionError::Length { from, source_bytes, to, out_bytes: out.len() }));
     }
     if let Some(kind) = FourBit::of(to) {
+        let mut read = |rows: Range<u64>, values: &mut [f32]| {
+            read(rows, values)?;
+            check_finite(values, to).map_err(&fail)
+        };
         let (doubly, whole) = (!to.has_rows(), rows == parameter.all_rows());
         let (codes, magnitudes) = FourBitMatrix::code(parameter, rows, kind, &mut read)?;
         let magnitudes = match offsets {
@@ -253,6 +257,7 @@ pub(crate) fn encode_stripe(values: &[f32], to: DType, out: &mut [u8]) -> Result
     if to.is_float() {
         return encode(values, to, out);
     }
+    check_finite(values, to)?;
     quantize(to, values, out, threads()).ok_or(ConversionError::Unsupported { from: DType::F32, to })
 }
 

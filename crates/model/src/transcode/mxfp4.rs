@@ -7,8 +7,8 @@ use std::path::Path;
 use plimsoll_device::DType;
 use serde_json::json;
 
-use super::Transcoder;
 use super::folder::{Folder, Piece, REST};
+use super::{Transcoder, of_tensor};
 use crate::layout::{StoredPart, StoredTensor};
 use crate::safetensors::StoredDType;
 use crate::save::{SaveError, SaveWriter};
@@ -91,7 +91,7 @@ impl Transcoder<'_> {
         }
         let mut values = vec![0.0; part.elements() as usize];
         self.source.rows(&part.parameter, rows, &mut values).map_err(io::Error::other)?;
-        encode_stripe(&values, dtype, &mut bytes).map_err(io::Error::other)?;
+        encode_stripe(&values, dtype, &mut bytes).map_err(of_tensor(&part.parameter.name))?;
         Ok(bytes)
     }
 }

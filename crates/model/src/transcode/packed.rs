@@ -13,7 +13,8 @@ use plimsoll_device::cpu::quantize::quantize_rows_codes;
 use serde_json::{Value, json};
 
 use super::folder::{Folder, Piece, REST};
-use super::{Target, Transcoder};
+use super::{Target, Transcoder, of_tensor};
+use crate::convert::check_finite;
 use crate::layout::StoredTensor;
 use crate::parameters::{Parameter, ParameterKind, Role};
 use crate::safetensors::StoredDType;
@@ -155,7 +156,11 @@ impl Transcoder<'_> {
         if !matches!(&*current, Current::FourBit(of, _) | Current::EightBit(of, ..) if of == name) {
             *current = match target {
                 Target::FourBit { kind, doubly } => {
-                    let read = |rows, values: &mut [f32]| self.read_fused(piece.of, rows, values);
+                    let read = |rows, values: &mut [f32]| {
+                        self.read_fused(piece.of, rows, values)?;
+                        check_finite(values, if kind == FourBit::Nf4 { DType::Nf4 } else { DType::Fp4 })
+                            .map_err(of_tensor(name))
+                    };
                     Current::FourBit(name.clone(), FourBitMatrix::of(&matrix, kind, doubly, read)?)
                 }
                 _ => {
@@ -239,6 +244,7 @@ impl Transcoder<'_> {
             let codes = &mut codes[own.start * columns as usize..own.end * columns as usize];
             values.resize(codes.len(), 0.0);
             self.read_fused(tensor, rows, &mut values)?;
+            check_finite(&values, DType::Int8).map_err(of_tensor(&matrix.name))?;
             quantize_rows_codes(&values, columns as usize, codes, &mut magnitudes[own])
                 .ok_or_else(|| io::Error::other("rows and codes differ in size"))?;
         }

@@ -212,9 +212,10 @@ fn append_prompts(
 ) -> Result<(), StepError> {
     decoder.append(&vec![0; prompt as usize])?;
     for sequence in 1..sequences(settings) {
-        let later = (sequence + 1..sequences(settings)).map(|later| (later, 1));
+        // Each of the others begins with a page of its own, whether it has tokens by now or not.
+        let others_too = (1..sequences(settings)).filter(|other| *other != sequence).map(|other| (other, 1));
         let fits = |tokens: u64| {
-            let all: Vec<(u32, u64)> = later.clone().chain([(sequence, tokens + 1), (0, 1)]).collect();
+            let all: Vec<(u32, u64)> = others_too.clone().chain([(sequence, tokens + 1), (0, 1)]).collect();
             decoder.has_pages_for(&all)
         };
         let own = if fits(others) { others } else { 0 };
@@ -223,8 +224,9 @@ fn append_prompts(
     Ok(())
 }
 
-/// A token in every sequence, with as many behind it as are verified at once.
+/// A token in every sequence, with as many behind it as are verified at once, after many that went to any experts alike.
 fn append_tokens(decoder: &mut Decoder<'_>, settings: DecodeSettings) -> Result<(), StepError> {
+    decoder.suppose_even_use();
     let tokens = vec![0; settings.drafted_tokens.saturating_add(1).min(settings.context) as usize];
     let most = settings.context.saturating_sub(tokens.len() as u64);
     for sequence in (0..sequences(settings)).filter(|_| settings.drafted_tokens > 0) {

@@ -127,5 +127,6 @@ fn lightest(config: &RawConfig, origin: &ModelOrigin, machine: &Machine) -> Resu
     into.optimizer_in_backward = from.optimizer_in_backward;
     into.in_backward_clipping = from.in_backward_clipping;
     into.activation_compression = from.activation_compression;
+    into.mlp_chunk_tokens = from.mlp_chunk_tokens;
     Ok(own)
 }

@@ -34,12 +34,22 @@ struct Layer {
     moved: Vec<(Transferred, u64)>,
 }
 
+impl Layer {
+    /// How many experts the layer has.
+    fn count(&self) -> u32 {
+        self.moved.len().saturating_sub(1) as u32
+    }
+}
+
 #[derive(Default)]
 struct State {
     /// How many experts of which layers are here, the layer that was used last behind the others.
     here: VecDeque<(u32, u32)>,
-    /// Those of the present phase.
+    /// The layer that was expected last, and its groups.
+    expected: Option<u32>,
     groups: Groups,
+    /// Whether any tokens are supposed to go to any experts alike.
+    is_even: bool,
     /// When those that are on their way arrive.
     due: Due,
     traffic: ExpertTraffic,
@@ -83,20 +93,41 @@ impl Counted {
     /// Begins to bring `used` experts of a layer, as many as there is room for.
     pub fn expect(&self, device: &dyn Device, layer: u32, used: u32) {
         let state = &mut *self.state.borrow_mut();
-        let here = self.here(state, layer).min(used);
+        let here = match state.is_even {
+            true => self.share_here(state, layer, used),
+            false => self.here(state, layer).min(used),
+        };
         let coming = (used - here).min(self.count().saturating_sub(here));
         state.groups = [here, coming, used - here - coming];
+        state.expected = Some(layer);
         state.due = self.bring(device, state, layer, coming);
-        let stay = self.count().min(used);
-        self.enter(state, layer, stay);
+        if !state.is_even {
+            let stay = self.count().min(used);
+            self.enter(state, layer, stay);
+        }
+    }
+
+    /// Supposes from now on what many tokens lead to that go to any experts alike: of each layer as many are here, and of those that tokens
+    /// go to the same share.
+    pub fn suppose_even_use(&self) {
+        let state = &mut *self.state.borrow_mut();
+        let each = self.count() / (self.layers.len() as u32).max(1);
+        state.here = self.layers.iter().map(|(layer, own)| (*layer, each.min(own.count()))).collect();
+        state.is_even = true;
+    }
+
+    /// How many of so many experts of a layer are here, if all are as likely.
+    fn share_here(&self, state: &State, layer: u32, used: u32) -> u32 {
+        let all = self.layers.get(&layer).map_or(0, Layer::count).max(1);
+        let share = f64::from(used) * f64::from(self.here(state, layer)) / f64::from(all);
+        (share.round() as u32).min(used)
     }
 
     /// The experts of a layer in the order in which they are taken.
     pub fn announce(&self, device: &dyn Device, layer: u32, used: u32) -> Groups {
         let is_expected = {
             let state = self.state.borrow();
-            state.groups.iter().sum::<u32>() == used
-                && state.here.back().is_some_and(|(last, _)| *last == layer)
+            state.groups.iter().sum::<u32>() == used && state.expected == Some(layer)
         };
         if !is_expected {
             self.expect(device, layer, used);

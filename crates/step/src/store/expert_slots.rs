@@ -138,6 +138,11 @@ impl<'a> ExpertSlots<'a> {
         })
     }
 
+    /// In a dry run: supposes from now on that tokens go to any experts alike.
+    pub fn suppose_even_use(&self) {
+        self.counted.values().for_each(Counted::suppose_even_use);
+    }
+
     /// Feeds to a hasher what decides, in a dry run, how many experts will be read.
     pub fn hash_slots(&self, hasher: &mut impl Hasher) {
         self.counted.values().for_each(|kind| kind.hash(hasher));

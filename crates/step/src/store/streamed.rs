@@ -322,6 +322,11 @@ impl<'a> WeightStore<'a> {
         self.experts.clone().map(|experts| experts as Rc<dyn ExpertWeights + 'a>)
     }
 
+    /// In a dry run: supposes from now on that tokens go to any experts alike.
+    pub(crate) fn suppose_even_use(&self) {
+        self.experts.iter().for_each(|experts| experts.suppose_even_use());
+    }
+
     /// How often these were used, and read for it.
     pub(crate) fn expert_traffic(&self) -> Option<ExpertTraffic> {
         self.experts.as_ref().map(|experts| experts.traffic())

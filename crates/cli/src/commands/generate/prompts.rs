@@ -71,7 +71,9 @@ fn bounded(reader: impl Read, name: &str) -> Result<Vec<u8>, Failure> {
 }
 
 fn utf8(bytes: Vec<u8>, name: &str) -> Result<String, Failure> {
-    String::from_utf8(bytes).map_err(|e| {
+    let text = String::from_utf8(bytes).map_err(|e| {
         Failure::usage(format!("{name} is no UTF-8 text: byte {}", e.utf8_error().valid_up_to()))
-    })
+    })?;
+    // A byte-order mark is none of the text.
+    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
 }
