@@ -160,6 +160,7 @@ impl From<StepError> for Failure {
             | StepError::Mesh { .. }
             | StepError::NoExperts { .. }
             | StepError::NoRouterBias
+            | StepError::Spec(_)
             | StepError::TooManyExpertSlots { .. }
             | StepError::TrainedExperts
             | StepError::TooFewPositions { .. }

@@ -318,6 +318,22 @@ fn prompts_that_are_answered_at_once_have_the_answers_that_they_have_alone() {
     }
 }
 
+/// Whatever chooses the token: no answer is made of what is no number.
+#[test]
+fn logits_that_are_not_finite_are_an_error() {
+    let device = device();
+    let mut decoder = decoder_of(&device, spec(), SETTINGS);
+    decoder
+        .load::<StepError>(|_, _, _, out| {
+            out.fill(0xff);
+            Ok(())
+        })
+        .unwrap();
+    let mut session = Session::new(decoder, &SETTINGS);
+    let error = answer(&mut session, &bytes("ab"), 1, &limits(4)).unwrap_err();
+    assert!(matches!(error, GenerateError::NotFinite { number: 1 }), "{error}");
+}
+
 #[test]
 fn a_batch_refuses_what_a_session_refuses() {
     let device = device();

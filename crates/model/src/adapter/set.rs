@@ -210,9 +210,9 @@ impl AdapterSet {
             let values = adapter_values(&self.adapters, spec, &self.layout, parameter);
             return encode(&values, dtype, out).map_err(wrong);
         }
-        let own =
+        let mut own =
             self.adapters.iter().map(|(adapter, _)| (adapter, adapter.replaces(spec, parameter, &rows)));
-        for (adapter, (_, all)) in own.filter(|(_, (some, _))| *some) {
+        if let Some((adapter, (_, all))) = own.find(|(_, (some, _))| *some) {
             let count = rows.end.saturating_sub(rows.start).saturating_mul(parameter.columns());
             let mut values = vec![0.0; count as usize];
             if !all {

@@ -246,6 +246,34 @@ mod tests {
 
     use super::*;
 
+    /// However few pages many sequences share, it is known what they take: some wait, and nothing fails.
+    #[test]
+    fn any_number_of_pages_is_enough_to_plan_with() {
+        let spec = ModelSpec { num_layers: 1, ..catalogue::find("smollm2-135m").unwrap() };
+        let settings = DecodeSettings {
+            precision: Precision::F32,
+            cache: DType::F32,
+            cache_tier: Tier::Device,
+            context: 400,
+            prompt_chunk_tokens: 64,
+            sequences: 16,
+            pages: None,
+            drafted_tokens: 0,
+        };
+        let types = |_: &Parameter| DType::F32;
+        let mut last = 0;
+        for pages in settings.least_pages(&spec)..=settings.most_pages(&spec) {
+            let settings = DecodeSettings { pages: Some(pages), ..settings };
+            for prompt in [1, 100, 350] {
+                let storage = WeightStorage::new(&types);
+                let found = DryRun::generation_footprint(DeviceTraits::CPU, &spec, settings, storage, prompt)
+                    .unwrap();
+                assert!(prompt < 350 || found.peak_bytes > last, "{pages}");
+                last = if prompt < 350 { last } else { found.peak_bytes };
+            }
+        }
+    }
+
     /// A prompt of many passes takes what some of them say.
     #[test]
     fn some_passes_of_a_prompt_stand_for_all() {

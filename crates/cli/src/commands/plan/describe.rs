@@ -49,7 +49,9 @@ fn experts(plan: &TrainingPlan) -> String {
     } else {
         format!(", {even} where all are used alike")
     };
-    format!("experts: {slots} of {experts} in memory at a time; a step reads at most {worst} of them{even}\n")
+    format!(
+        "experts: {slots} of {experts} in memory at a time; once that many are there, a step reads at most {worst} of them{even}\n"
+    )
 }
 
 /// The model in a line.
