@@ -409,3 +409,16 @@ fn a_plan_of_inference_says_what_is_where_and_what_would_fit() {
     assert!(refusal(&["--inference", "--find", "model"]).contains("--find"));
     assert!(refusal(&["--inference", "--hardware", "64xh100"]).contains("the model has 16 layers"));
 }
+
+/// A front is a picture, and its file says so by its name, before anything is searched.
+#[test]
+fn a_front_is_drawn_to_a_picture_only() {
+    let folder = folder();
+    for file in ["front.png", "front"] {
+        let shown = plimsoll(folder.path(), &[&SMALL[..], &["--goal", "fastest", "--pareto", file]].concat());
+        let error = text(&shown.stderr);
+        assert_eq!(shown.status.code(), Some(2), "{error}");
+        assert!(error.contains(file) && error.contains(".svg"), "{error}");
+        assert!(shown.stdout.is_empty() && !folder.path().join(file).exists());
+    }
+}

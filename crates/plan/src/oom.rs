@@ -3,6 +3,7 @@
 //! The messages are those of PyTorch 1.12 to 2.9, the Linux kernel, Kubernetes, SLURM, llama.cpp and XLA. A log is read a line at a time, of
 //! any size; of the lines before a message the last are kept, for the step and the place in the program.
 
+mod line;
 mod message;
 mod scene;
 
@@ -12,14 +13,12 @@ use std::io::{self, BufRead};
 use plimsoll_memory::ByteSize;
 use serde::Serialize;
 
+use line::Line;
 pub use message::{Message, Source};
 pub use scene::{Moment, Scene};
 
 /// Lines before a message in which its traceback is looked for.
 const BEFORE: usize = 400;
-
-/// Bytes of a line that are read; a progress bar may write one of any length.
-const LONGEST: usize = 16 << 10;
 
 /// What a log says of the first time that memory ran out.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -59,10 +58,10 @@ pub fn diagnose(log: &mut dyn BufRead) -> io::Result<Option<Diagnosis>> {
     let mut devices: Vec<u32> = Vec::new();
     let mut steps = scene::Steps::default();
     let mut ranks = 1;
-    while let Some(line) = next_line(log)? {
+    while let Some(line) = Line::next(log)? {
         number += 1;
-        ranks = ranks.max(scene::ranks_of(&line));
-        match Message::of(&line) {
+        ranks = ranks.max(line.ranks);
+        match line.message {
             Some(message) => {
                 messages += 1;
                 devices.extend(message.device.filter(|device| !devices.contains(device)));
@@ -74,12 +73,12 @@ pub fn diagnose(log: &mut dyn BufRead) -> io::Result<Option<Diagnosis>> {
                     found = Some((number, message, scene));
                 }
             }
-            None => steps.see(&line),
+            None => steps.see(&line.text),
         }
         if before.len() == BEFORE {
             before.pop_front();
         }
-        before.push_back(line);
+        before.push_back(line.text);
     }
     devices.sort_unstable();
     Ok(found.map(|(line, message, scene)| {
@@ -87,29 +86,6 @@ pub fn diagnose(log: &mut dyn BufRead) -> io::Result<Option<Diagnosis>> {
         let (meaning, remedies) = (meaning(&message, &scene), remedies(&message, &scene));
         Diagnosis { message, line, scene, messages, devices, meaning, remedies }
     }))
-}
-
-/// A line without its end, lossy and cut where it is long; `None` at the end.
-fn next_line(log: &mut dyn BufRead) -> io::Result<Option<String>> {
-    let (mut line, mut any) = (Vec::new(), false);
-    loop {
-        let buffer = log.fill_buf()?;
-        if buffer.is_empty() {
-            break;
-        }
-        any = true;
-        // Progress bars go back to the beginning of a line.
-        let end = buffer.iter().position(|byte| matches!(byte, b'\n' | b'\r'));
-        let piece = &buffer[..end.unwrap_or(buffer.len())];
-        let room = LONGEST.saturating_sub(line.len()).min(piece.len());
-        line.extend_from_slice(&piece[..room]);
-        let used = end.map_or(buffer.len(), |end| end + 1);
-        log.consume(used);
-        if end.is_some() {
-            break;
-        }
-    }
-    Ok(any.then(|| String::from_utf8_lossy(&line).into_owned()))
 }
 
 /// A GiB.

@@ -391,3 +391,60 @@ fn a_text_reads_back_as_what_was_exported() {
     }
     assert!("gpt-neox".parse::<ExportFormat>().unwrap_err().contains("llama-factory"));
 }
+
+/// Validation has its own batch there too, and workers make as many batches ahead.
+#[test]
+fn batches_of_validation_and_workers_are_carried_over() {
+    let data = [
+        "data.train=a.jsonl",
+        "data.validation=b.jsonl",
+        "data.num_workers=3",
+        "data.prefetch_factor=5",
+        "data.shuffle=false",
+        "data.seed=7",
+        "training.eval_batch_size=6",
+        "output.eval_steps=50",
+    ];
+    let settings = full(&[&data[..], &["training.method=lora"]].concat());
+    for (format, key) in [
+        (ExportFormat::Transformers, "per_device_eval_batch_size"),
+        (ExportFormat::LlamaFactory, "per_device_eval_batch_size"),
+        (ExportFormat::Axolotl, "eval_batch_size"),
+    ] {
+        let exported = export(format, "a100-80", &settings).unwrap();
+        let own = &exported.document;
+        assert_eq!([&own[key], &own["eval_steps"]], [6, 50], "{format}");
+        assert_eq!([&own["dataloader_num_workers"], &own["dataloader_prefetch_factor"]], [3, 5], "{format}");
+        for key in ["training.eval_batch_size", "data.num_workers", "data.prefetch_factor"] {
+            assert!(!exported.notes.iter().any(|note| note.starts_with(key)), "{:#?}", exported.notes);
+        }
+        match format {
+            ExportFormat::LlamaFactory => assert_eq!(own["disable_shuffling"], true),
+            ExportFormat::Axolotl => assert_eq!(own["shuffle_merged_datasets"], false),
+            _ => {
+                for key in ["data.train (", "data.validation (", "data.shuffle (false)"] {
+                    notes(&exported, key);
+                }
+            }
+        }
+        // Without validation data there is no such batch, and without workers none is made ahead.
+        let alone = full(&["data.num_workers=0", "training.method=lora"]);
+        let alone = document(format, "a100-80", &alone);
+        assert!(alone.get(key).is_none() && alone.get("dataloader_prefetch_factor").is_none(), "{alone}");
+    }
+}
+
+#[test]
+fn a_learning_rate_that_is_scaled_is_noted_once() {
+    let settings = full(&[
+        "training.learning_rate_scaling=sqrt",
+        "training.reference_batch_size=4",
+        "training.lr_schedule=cosine",
+        "training.min_lr_ratio=0.1",
+    ]);
+    for format in [ExportFormat::Transformers, ExportFormat::Axolotl, ExportFormat::DeepSpeed] {
+        let exported = export(format, "8xa100-80", &settings).unwrap();
+        let said = exported.notes.iter().filter(|note| note.starts_with("training.learning_rate "));
+        assert_eq!(said.count(), 1, "{format}: {:#?}", exported.notes);
+    }
+}

@@ -132,15 +132,22 @@ fn known(run: &Run) -> Result<(), EstimateError> {
     let widest = [4 * model.mlp.intermediate_size, model.q_size(), model.hidden_size, of_experts]
         .into_iter()
         .fold(model.vocab_size, u64::max);
-    let length = u128::from(run.sequence) + u128::from(generated);
-    let row = u128::from(widest).max(length.saturating_mul(u128::from(model.attention.heads)));
-    let batch = run.batch.max(run.eval_batch.unwrap_or(0));
-    let largest = u128::from(batch).saturating_mul(length).saturating_mul(row).saturating_mul(4);
-    if largest > LARGEST {
-        let (batch, sequence) = (run.batch, run.sequence);
-        return Err(EstimateError::Unknown(format!(
-            "{batch} sequences of {sequence} tokens are beyond any card"
-        )));
+    let is_too_large = |batch: u64, length: u128| {
+        let row = u128::from(widest).max(length.saturating_mul(u128::from(model.attention.heads)));
+        u128::from(batch).saturating_mul(length).saturating_mul(row).saturating_mul(4) > LARGEST
+    };
+    let (batch, sequence) = (run.batch, run.sequence);
+    let beyond =
+        |what: String| Err(EstimateError::Unknown(format!("{what} are beyond any card; take fewer")));
+    if is_too_large(batch, sequence.into()) {
+        return beyond(format!("{batch} sequences of {sequence} tokens"));
+    }
+    if is_too_large(batch, u128::from(sequence) + u128::from(generated)) {
+        return beyond(format!("{generated} generated tokens of each of {batch} sequences"));
+    }
+    let in_evaluation = run.eval_batch.unwrap_or(0);
+    if is_too_large(in_evaluation, sequence.into()) {
+        return beyond(format!("{in_evaluation} sequences of {sequence} tokens in evaluation"));
     }
     if run.sharding != Sharding::None && run.phase != Phase::Train {
         return unknown("inference with shared weights");

@@ -140,7 +140,8 @@ impl Resolver<'_> {
             resume: request.resume && train,
             merge: self.merge(train, sharding)?,
             data_workers: self.data_workers()?,
-            accumulation: request.gradient_accumulation_steps.unwrap_or(1).max(1),
+            accumulation: positive("gradient_accumulation_steps", request.gradient_accumulation_steps)?
+                .unwrap_or(1),
             weights,
             autocast,
             attention,
@@ -156,7 +157,7 @@ impl Resolver<'_> {
             liger_layers: request.liger,
             devices,
             shard_devices,
-            reduce_bucket: request.reduce_bucket_size,
+            reduce_bucket: positive("reduce_bucket_size", request.reduce_bucket_size)?,
             reduce_buckets: match (sharding, request.overlap_comm) {
                 // One is filled while the other is sent (`stage_1_and_2.py`).
                 (Sharding::Zero { stage: 1 | 2, .. }, Some(true)) => 2,
@@ -212,8 +213,9 @@ impl Resolver<'_> {
     /// Sequences and tokens; loading needs none.
     fn shape(&self, phase: Phase, model: &ModelSpec) -> Result<[u64; 2], RequestError> {
         let Request { batch_size, mut sequence_length, .. } = *self.request;
-        if let Some(longest) = self.request.lengths.iter().max() {
-            sequence_length = sequence_length.min(*longest).max(1);
+        // A sample without tokens counts as one of one token, but not all can be such.
+        if let Some(longest) = positive("lengths", self.request.lengths.iter().max().copied())? {
+            sequence_length = sequence_length.min(longest);
         }
         let least = u64::from(phase != Phase::Load);
         for (key, value) in [("batch_size", batch_size), ("sequence_length", sequence_length)] {
@@ -459,7 +461,7 @@ impl Resolver<'_> {
     /// Version boundaries: transformers' PR 35646 (labels are shifted instead of logits) and the move of the loss out of the models (4.45).
     fn loss(&mut self, stack: Stack, versions: &Versions, model: &ModelSpec) -> Result<Loss, RequestError> {
         // torchtune compiles its loss too (`training.compile_loss`).
-        let chunks = self.request.loss_chunks.unwrap_or(8).max(1);
+        let chunks = positive("loss_chunks", self.request.loss_chunks)?.unwrap_or(8);
         let chunks_of_torchtune = Loss::Chunked { chunks, compiled: self.request.compile };
         let chunks_of_litgpt = match self.request.lora {
             Some(_) => Loss::ChunkedKept { tokens: 128 },
@@ -491,6 +493,14 @@ impl Resolver<'_> {
             ("full", whole),
         ];
         word("loss", name, &table)
+    }
+}
+
+/// A number that is not 0, where there is one.
+fn positive(key: &'static str, value: Option<u64>) -> Result<Option<u64>, RequestError> {
+    match value {
+        Some(0) => Err(RequestError::Value { key, value: "0".to_owned(), expected: "1 or more".to_owned() }),
+        value => Ok(value),
     }
 }
 

@@ -260,6 +260,26 @@ fn what_has_no_tokens_or_too_many_is_refused() {
     assert!(estimate(&run).is_err());
 }
 
+#[test]
+fn what_is_too_large_is_named() {
+    let error = |change: fn(&mut Run)| {
+        let mut run = run("llama-bf16-full-sdpa-off");
+        change(&mut run);
+        estimate(&run).unwrap_err().to_string()
+    };
+    for (change, words) in [
+        (
+            (|run| run.sequence = 1 << 30) as fn(&mut Run),
+            "sequences of 1073741824 tokens are beyond any card",
+        ),
+        (|run| run.phase = Phase::Infer { generated: 1 << 24 }, "16777216 generated tokens of each of"),
+        (|run| run.eval_batch = Some(1 << 40), "1099511627776 sequences of"),
+    ] {
+        let shown = error(change);
+        assert!(shown.contains(words), "{shown}");
+    }
+}
+
 /// Experts of kinds that no library has, or that are computed in another way than those that were recorded.
 #[test]
 fn experts_without_a_program_are_refused() {

@@ -13,6 +13,7 @@ mod search;
 mod waterfall;
 
 use std::io::Write;
+use std::path::Path;
 
 use plimsoll_model::catalogue;
 use plimsoll_plan::config::{Imported, RawConfig};
@@ -41,6 +42,9 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         Some(file) => Some((file.as_path(), TimelineFormat::of(file)?)),
         None => None,
     };
+    if let Some(file) = &args.pareto {
+        check_picture(file)?;
+    }
     if let Some(key) = &args.explain {
         RawConfig::default().check_key(key, &format!("--explain {key}"))?;
     }
@@ -97,6 +101,17 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
         }
     }
     if answer.plan.fits() { Ok(()) } else { Err(Failure::shown_not_to_fit()) }
+}
+
+/// Refuses a file whose name does not say that it is a picture.
+fn check_picture(file: &Path) -> Result<(), Failure> {
+    match file.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg")) {
+        true => Ok(()),
+        false => Err(Failure::usage(format!(
+            "{}: the front is drawn as a picture; give the file a name that ends with .svg",
+            file.display()
+        ))),
+    }
 }
 
 /// Behind a plan that was not searched for.

@@ -23,7 +23,7 @@ use super::load::{Document, NodeKind, read_file};
 use super::place::Place;
 use super::{ConfigError, Override, RawConfig};
 use leaves::{Leaf, flatten};
-use programs::Program;
+use programs::{DEEPSPEED, Program};
 use words::Entry;
 
 /// What a file of another program says.
@@ -40,6 +40,12 @@ pub const NAMED_FILES: u32 = 2;
 
 /// What says nothing when it is off.
 const OFF: [&str; 4] = ["false", "none", "0", "-1"];
+
+/// Values that say nothing.
+const EMPTY: [&str; 3] = ["", "[]", "{}"];
+
+/// What DeepSpeed's own file decides, whatever the file that names it says: a launcher's ranks may be those of one machine.
+const OF_DEEPSPEED: [&str; 3] = ["training.optimizer", "training.lr_schedule", "parallel.data_parallel"];
 
 impl Imported {
     /// Reads a file of another program, which is known by its keys. A DeepSpeed file that it names is read too, from its folder on.
@@ -76,29 +82,36 @@ impl Imported {
 
     /// The same of a text; files that it names are looked for in `folder`, if there is one.
     fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
-        Imported::read(text, origin, folder, NAMED_FILES)
+        Imported::read(text, origin, folder, NAMED_FILES).map(|(imported, _)| imported)
     }
 
-    /// The same, with files that it names, and those that they name, so many times.
-    fn read(text: &str, origin: &str, folder: Option<&Path>, further: u32) -> Result<Imported, ConfigError> {
+    /// The same, with files that it names, and those that they name, so many times; and whose file it is.
+    fn read(
+        text: &str,
+        origin: &str,
+        folder: Option<&Path>,
+        further: u32,
+    ) -> Result<(Imported, &'static Program), ConfigError> {
         let (leaves, program) = read(text, origin)?;
         let mut imported = Imported::default();
+        let mut named = Vec::new();
         for leaf in &leaves {
-            imported.take(leaf, program, folder, further)?;
+            imported.take(leaf, (program, &mut named), folder, further)?;
         }
+        imported.agree(program, named)?;
         if imported.overrides.is_empty() {
             let reason = format!("no key of {} or of a training script is in it", Program::names());
             return Err(ConfigError::Syntax { place: Place::argument(&format!("{origin}:1:1")), reason });
         }
         imported.settle(program, &leaves);
-        Ok(imported)
+        Ok((imported, program))
     }
 
     /// Takes a key for what it means to a program.
     fn take(
         &mut self,
         leaf: &Leaf,
-        program: &Program,
+        (program, named): (&Program, &mut Vec<Override>),
         folder: Option<&Path>,
         further: u32,
     ) -> Result<(), ConfigError> {
@@ -117,10 +130,13 @@ impl Imported {
                 return Ok(());
             };
             let (text, origin) = read_file(&beside(folder, &leaf.value))?;
-            let inner = Imported::read(&text, &origin, Some(folder), further - 1)?;
+            let (inner, of_inner) = Imported::read(&text, &origin, Some(folder), further - 1)?;
             let Imported { overrides, left } = inner;
-            self.overrides.extend(overrides);
             self.left.extend(left);
+            match of_inner.name {
+                DEEPSPEED => named.extend(overrides),
+                _ => self.overrides.extend(overrides.into_iter().filter(|one| !Program::is_by_itself(one))),
+            }
             return Ok(());
         }
         let is_ours = || RawConfig::default().check_key(&leaf.key, &leaf.place).is_ok();
@@ -134,6 +150,32 @@ impl Imported {
         Ok(())
     }
 
+    /// Takes what DeepSpeed's file says beside the one that names it, where the two agree.
+    fn agree(&mut self, program: &Program, named: Vec<Override>) -> Result<(), ConfigError> {
+        let said = self.overrides.clone();
+        for one in named {
+            let own = said.iter().rfind(|own| own.key == one.key);
+            let counts = OF_DEEPSPEED.contains(&one.key.as_str());
+            match own {
+                None if Program::is_by_itself(&one) && program.is_script() => {}
+                Some(_) if Program::is_by_itself(&one) => {}
+                Some(own) if same_value(own, &one) => {}
+                // Switches that are off leave f32 where nothing else turns one on.
+                Some(own) if own.key == "training.mixed_precision" && one.value == "f32" => {
+                    self.left.push(format!("{} ({} counts)", one.argument, own.argument));
+                }
+                Some(own) if !counts => return Err(disagreement(own, &one)),
+                Some(own) => {
+                    self.left.push(format!("{} ({} counts)", own.argument, one.argument));
+                    self.overrides.retain(|own| own.key != one.key);
+                    self.overrides.push(one);
+                }
+                None => self.overrides.push(one),
+            }
+        }
+        Ok(())
+    }
+
     fn assign(&mut self, leaf: &Leaf, entries: &[Entry], program: &Program) {
         if leaf.value == "auto" {
             return;
@@ -144,10 +186,13 @@ impl Imported {
         }
         let meant: Vec<(&str, String)> =
             entries.iter().filter_map(|(_, ours, meaning)| Some((*ours, meaning(&leaf.value)?))).collect();
-        let is_off = OFF.contains(&leaf.value.to_ascii_lowercase().as_str());
+        let value = leaf.value.trim().to_ascii_lowercase();
+        let is_off = OFF.contains(&value.as_str()) || EMPTY.contains(&value.as_str());
         if meant.is_empty() && (!is_off || entries.is_empty()) {
             let counts = |ours: &str| ours == "training.optimizer" || ours.starts_with("memory.offload.");
-            self.left.push(match entries.iter().find(|(_, ours, _)| counts(ours)) {
+            // What a key means first is what was meant by it.
+            let first = entries.first().filter(|_| entries.iter().any(|(_, ours, _)| counts(ours)));
+            self.left.push(match first {
                 Some((_, ours, _)) => format!(
                     "{}: this value of {ours} is not known, and the plan is without it: it may need more memory, or less",
                     leaf.shown()
@@ -162,6 +207,22 @@ impl Imported {
             }
         }
     }
+}
+
+/// Whether two files say the same of a key.
+fn same_value(own: &Override, other: &Override) -> bool {
+    let number = |one: &Override| one.value.parse::<f64>().ok();
+    own.value.eq_ignore_ascii_case(&other.value) || number(own).is_some_and(|own| number(other) == Some(own))
+}
+
+/// That a file and the one that it names do not say the same of a key.
+fn disagreement(own: &Override, named: &Override) -> ConfigError {
+    let (place, said) = named.argument.split_once(": ").unwrap_or((&named.argument, &named.key));
+    let reason = format!(
+        "{said} does not go with {} in the file that names this one: both are {}; make the two agree, or set one to auto",
+        own.argument, named.key
+    );
+    ConfigError::Syntax { place: Place::argument(place), reason }
 }
 
 /// The keys of a text and the program that has such keys.
@@ -590,6 +651,126 @@ mod tests {
             "training.gradient_checkpointing=full",
         ];
         check(text, &settings, &[]);
+    }
+
+    /// What is not said is LLaMA-Factory's own: adapters of rank 8. Of a full fine-tuning there is no rank.
+    #[test]
+    fn a_file_of_llama_factory_has_its_defaults() {
+        let adapted = [
+            "model.path=m",
+            "training.method=lora",
+            "data.sequence_length=64",
+            "training.lora.rank=8",
+            "training.gradient_checkpointing=full",
+        ];
+        check("model_name_or_path: m\nfinetuning_type: lora\ncutoff_len: 64\n", &adapted, &[]);
+        check("model_name_or_path: m\ncutoff_len: 64\n", &adapted, &[]);
+        let quantised = [&adapted[..], &["training.method=qlora", "training.quantization=nf4"]].concat();
+        check("model_name_or_path: m\ncutoff_len: 64\nquantization_bit: 4\n", &quantised, &[]);
+        let full = ["model.path=m", "training.method=full", "training.gradient_checkpointing=full"];
+        check("model_name_or_path: m\nfinetuning_type: full\n", &full, &[]);
+        let (script, _) = config("llamafactory-cli train --model_name_or_path m --cutoff_len 64\n");
+        assert_eq!(script.training.method.map(|method| method.to_string()).as_deref(), Some("lora"));
+    }
+
+    /// Updates in the backward pass have no norm to clip by, and torchtune does not clip unless it is told to.
+    #[test]
+    fn torchtune_clips_where_it_says_so() {
+        let norm = |more: &str| {
+            let text = format!("checkpointer: {{checkpoint_dir: m}}\nbatch_size: 1\n{more}");
+            config(&text).0.training.max_gradient_norm
+        };
+        assert_eq!(norm("optimizer_in_bwd: true\n"), Some(0.0));
+        assert_eq!(norm("clip_grad_norm: null\n"), Some(0.0));
+        assert_eq!(norm("clip_grad_norm: 0.5\n"), Some(0.5));
+    }
+
+    /// DeepSpeed's Adam is AdamW, and it clips where it says so.
+    #[test]
+    fn deepspeed_has_its_defaults() {
+        let text = |more: &str| {
+            format!(r#"{{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "Adam"}}{more}}}"#)
+        };
+        let settings = ["training.batch_size=1", "training.optimizer=adamw"];
+        check(&text(""), &[&settings[..], &["training.max_gradient_norm=0"]].concat(), &[]);
+        check(&text(r#", "gradient_clipping": "auto""#), &settings, &[]);
+        let clipped = [&settings[..], &["training.max_gradient_norm=0.5"]].concat();
+        check(&text(r#", "gradient_clipping": 0.5"#), &clipped, &[]);
+    }
+
+    /// Arguments of the trainer that name DeepSpeed's file.
+    fn with_deepspeed(arguments: &str, deepspeed: &str) -> Result<(RawConfig, Vec<String>), String> {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("ds.json"), deepspeed).unwrap();
+        let file = folder.path().join("arguments.json");
+        std::fs::write(&file, format!(r#"{{"deepspeed": "ds.json", {arguments}}}"#)).unwrap();
+        let imported = Imported::from_file(&file).map_err(|error| error.to_string())?;
+        let mut config = RawConfig::default();
+        for Override { key, value, argument } in &imported.overrides {
+            config.apply_override(key, value, argument).unwrap();
+        }
+        Ok((config, imported.left))
+    }
+
+    #[test]
+    fn a_file_and_the_one_that_it_names_agree_or_are_refused() {
+        let arguments =
+            r#""per_device_train_batch_size": 4, "learning_rate": 1e-4, "optim": "adamw_8bit", "bf16": true"#;
+        let refused = with_deepspeed(
+            arguments,
+            r#"{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}"#,
+        );
+        let refused = refused.unwrap_err();
+        for words in [
+            "ds.json:1:36: train_micro_batch_size_per_gpu 2",
+            "both are training.batch_size",
+            "arguments.json:1:57: per_device_train_batch_size 4",
+        ] {
+            assert!(refused.contains(words), "{words}: {refused}");
+        }
+        // The optimizer that DeepSpeed's file names is the one that is made; numbers may be written in two ways.
+        let same = r#"{"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "fp16": {"enabled": false},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.0001}}, "zero_optimization": {"stage": 2}}"#;
+        let (found, left) = with_deepspeed(arguments, same).unwrap();
+        let settings = [
+            "training.batch_size=4",
+            "training.learning_rate=1e-4",
+            "training.optimizer=adamw",
+            "training.mixed_precision=bf16",
+            "parallel.zero_stage=2",
+        ];
+        assert_eq!(found, RawConfig::from_overrides(settings).unwrap(), "{left:?}");
+        for words in ["optim adamw_8bit (", "fp16.enabled false ("] {
+            assert!(left.iter().any(|left| left.contains(words) && left.ends_with(" counts)")), "{left:?}");
+        }
+        // What one file says twice is no matter of two.
+        let folders = r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+            "offload_param": {"device": "nvme", "nvme_path": "/b"}}}"#;
+        assert!(with_deepspeed(arguments, folders).is_ok());
+    }
+
+    /// Where neither file says it, DeepSpeed does not clip.
+    #[test]
+    fn the_norm_is_that_of_the_trainer_where_deepspeeds_file_has_none() {
+        let norm = |arguments: &str| {
+            let (config, _) = with_deepspeed(arguments, r#"{"zero_optimization": {"stage": 2}}"#).unwrap();
+            config.training.max_gradient_norm
+        };
+        assert_eq!(norm(r#""learning_rate": 1e-4"#), Some(0.0));
+        assert_eq!(norm(r#""max_grad_norm": 0.7"#), Some(0.7));
+    }
+
+    /// Values that say nothing are no loss, and what is not known is said of the key that was meant.
+    #[test]
+    fn empty_values_say_nothing_and_unknown_ones_name_their_key() {
+        for empty in ["[]", "{}", "\"\""] {
+            let text = format!(r#"{{"per_device_train_batch_size": 4, "fsdp": {empty}}}"#);
+            check(&text, &["training.batch_size=4"], &[]);
+        }
+        let text = r#"{"per_device_train_batch_size": 4, "gradient_checkpointing": "yes"}"#;
+        let left = Imported::from_text(text, "theirs", None).unwrap().left;
+        assert_eq!(left.len(), 1);
+        assert!(left[0].contains("this value of training.gradient_checkpointing is not known"), "{left:?}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use super::bitsandbytes::{Storage, storage};
 use super::sheet::{Page, Sheet, Warmup, whole};
 use super::trainer::{optimizer, schedule};
+use super::transformers::put_workers;
 use super::{ExportError, deepspeed};
 use crate::config::{DataFormat, MasterWeights, MixedPrecision, TrainOn, TrainingLength, Truncation};
 
@@ -112,6 +113,7 @@ fn put_data(sheet: &mut Sheet<'_>, page: &mut Page) {
         Truncation::Error => page.put("excess_length_strategy", "raise"),
     }
     page.put("shuffle_merged_datasets", data.shuffle());
+    put_workers(sheet, page);
 }
 
 fn dataset(path: &str, data: &crate::config::DataConfig) -> Value {
@@ -278,7 +280,9 @@ fn put_output(sheet: &mut Sheet<'_>, page: &mut Page) {
         page.put("save_steps", output.save_steps());
         page.put("save_total_limit", output.save_total_limit());
     }
-    if sheet.config().data.validation.is_some() && output.eval_steps() > 0 {
+    let batch = sheet.evaluated();
+    if batch.is_some() && output.eval_steps() > 0 {
         page.put("eval_steps", output.eval_steps());
     }
+    page.put_some("eval_batch_size", batch);
 }

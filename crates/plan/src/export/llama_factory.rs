@@ -135,9 +135,10 @@ fn put_method(sheet: &mut Sheet<'_>, page: &mut Page) -> Result<(), ExportError>
 
 fn put_data(sheet: &mut Sheet<'_>, page: &mut Page, is_text: bool) {
     let data = &sheet.config().data;
-    sheet.carry(&["data.sequence_length", "data.packing", "data.train_on", "data.format"]);
+    sheet.carry(&["data.sequence_length", "data.packing", "data.train_on", "data.format", "data.shuffle"]);
     page.put("cutoff_len", sheet.settings().sequence_length);
     page.put("packing", data.packing());
+    page.put("disable_shuffling", !data.shuffle());
     if !is_text {
         // Samples that share a sequence do not see each other.
         page.put("neat_packing", data.packing());

@@ -177,6 +177,12 @@ impl<'a> Sheet<'a> {
         }
     }
 
+    /// Sequences of a batch of validation data, where there are any.
+    pub fn evaluated(&mut self) -> Option<u64> {
+        self.carry(&["training.eval_batch_size"]);
+        self.config().data.validation.is_some().then(|| self.settings().evaluated())
+    }
+
     /// The norm that gradients are clipped to; 0: they are not.
     pub fn clipping(&mut self) -> f64 {
         self.carry(&["training.max_gradient_norm"]);
@@ -271,9 +277,12 @@ impl<'a> Sheet<'a> {
         self.heading.push(text.into());
     }
 
-    /// A note on no key by itself.
+    /// A note on no key by itself. What is asked for twice is said once.
     pub fn say(&mut self, text: impl Into<String>) {
-        self.notes.push(text.into());
+        let text = text.into();
+        if !self.notes.contains(&text) {
+            self.notes.push(text);
+        }
     }
 
     /// On how many processes the file is to be started, where it does not say it.

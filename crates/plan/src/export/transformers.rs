@@ -29,8 +29,24 @@ pub(super) fn document(sheet: &mut Sheet<'_>) -> Page {
     );
     sheet.note_attention("attn_implementation in from_pretrained");
     sheet.whole_logits("use_liger_kernel=True avoids them.");
-    sheet.leave(&["training.", "parallel."]);
+    note_data(sheet);
+    sheet.leave(&["training.", "parallel.", "data."]);
     page
+}
+
+/// Data are handed to `Trainer`, and no argument names them.
+fn note_data(sheet: &mut Sheet<'_>) {
+    sheet.carry(&["data.sequence_length"]);
+    let data = &sheet.config().data;
+    if data.train.is_some() {
+        sheet.note("data.train", "hand it to Trainer(train_dataset=...).");
+    }
+    if data.validation.is_some() {
+        sheet.note("data.validation", "hand it to Trainer(eval_dataset=...).");
+    }
+    if !data.shuffle() {
+        sheet.note("data.shuffle", "Trainer draws in a random order; have it take a sequential sampler.");
+    }
 }
 
 /// What `Trainer` is told, for every program that is built on it.
@@ -45,7 +61,23 @@ pub(super) fn arguments(sheet: &mut Sheet<'_>) -> Page {
     }
     put_optimizer(sheet, &mut page);
     put_output(sheet, &mut page);
+    put_workers(sheet, &mut page);
+    let data = &sheet.config().data;
+    sheet.carry(&["data.persistent_workers"]);
+    if data.workers() > 0 {
+        page.put("dataloader_persistent_workers", data.persistent_workers());
+    }
     page
+}
+
+/// Workers that make batches ahead. Batches ahead without workers are refused there.
+pub(super) fn put_workers(sheet: &mut Sheet<'_>, page: &mut Page) {
+    let data = &sheet.config().data;
+    sheet.carry(&["data.num_workers", "data.prefetch_factor"]);
+    page.put("dataloader_num_workers", data.workers());
+    if data.workers() > 0 {
+        page.put("dataloader_prefetch_factor", data.prefetch_factor());
+    }
 }
 
 fn put_run(sheet: &mut Sheet<'_>, page: &mut Page) {
@@ -58,6 +90,7 @@ fn put_run(sheet: &mut Sheet<'_>, page: &mut Page) {
         TrainingLength::Epochs(epochs) => page.put("num_train_epochs", epochs),
     }
     page.put("seed", sheet.training().seed());
+    sheet.carry(&["data.seed"]);
     page.put_some("data_seed", sheet.config().data.seed);
 }
 
@@ -109,7 +142,7 @@ fn put_optimizer(sheet: &mut Sheet<'_>, page: &mut Page) {
 }
 
 fn put_output(sheet: &mut Sheet<'_>, page: &mut Page) {
-    let (output, data) = (&sheet.config().output, &sheet.config().data);
+    let output = &sheet.config().output;
     page.put("logging_steps", output.logging_steps());
     if output.tensorboard() {
         page.put("report_to", "tensorboard");
@@ -122,9 +155,10 @@ fn put_output(sheet: &mut Sheet<'_>, page: &mut Page) {
             page.put("save_total_limit", output.save_total_limit());
         }
     }
-    if data.validation.is_some() && output.eval_steps() > 0 {
+    let batch = sheet.evaluated();
+    if batch.is_some() && output.eval_steps() > 0 {
         page.put("eval_strategy", "steps");
         page.put("eval_steps", output.eval_steps());
-        page.put("per_device_eval_batch_size", sheet.settings().batch_size);
     }
+    page.put_some("per_device_eval_batch_size", batch);
 }

@@ -275,3 +275,23 @@ fn hostile_logs_are_read_to_their_end() {
         assert_eq!(of(line).messages, 1, "{line}");
     }
 }
+
+/// A message counts wherever it stands in a line, whole and once.
+#[test]
+fn a_message_is_found_anywhere_in_a_long_line() {
+    let message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 24.00 GiB of which 1.00 GiB is free. Of the allocated memory 20.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated.";
+    let near = (12_000..16_600).step_by(97);
+    for before in near.chain([0, 1 << 14, 20_000, 28_600, 28_672, 1 << 20]) {
+        for behind in ["\n", &"y".repeat(20_000)] {
+            let found = of(&format!("first\n{}{message}{behind}", "x".repeat(before)));
+            let Diagnosis { message, line, messages, .. } = found;
+            assert_eq!((line, messages, message.device), (2, 1, Some(1)), "{before}");
+            assert_eq!((message.tried, message.allocated), (Some(2 * GIB), Some(20 * GIB)), "{before}");
+            assert_eq!(message.unallocated, Some(512 * MIB), "{before}");
+        }
+    }
+    // What says most counts, and of these the first.
+    let (other, far) = (message.replace("2.00 GiB", "3.00 GiB"), "z".repeat(1 << 16));
+    let found = of(&format!("{far} exits with return code = -9 {far} {message} {far} {other}"));
+    assert_eq!((found.messages, found.message.tried), (1, Some(2 * GIB)));
+}

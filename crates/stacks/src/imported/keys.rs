@@ -1,5 +1,7 @@
 //! Keys of other programs, and what each says of a request.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Map, Value, json};
 
 /// A request that is being put together.
@@ -12,19 +14,83 @@ pub struct Draft {
     has_fsdp: bool,
     /// Whether the trainer evaluates; the size of its batches alone says nothing.
     evaluates: bool,
+    /// How parameters are trained, where a key says it: `lora`, `full`.
+    method: Option<String>,
+    /// The switches of 16 bits: on, off, or left to something else.
+    halves: BTreeMap<&'static str, Option<bool>>,
+    /// 16 bits for everything, which goes over autocast.
+    pure_half: Option<&'static str>,
+    /// FSDP's switch of checkpointing. Each of the two switches turns it on, and neither turns the other one off.
+    fsdp_checkpoints: bool,
+    /// Sequences of a step on all devices together.
+    train_batch: Option<u64>,
+    /// What the last key should have been, where it is no number.
+    expected: Option<&'static str>,
     program: &'static str,
+}
+
+/// What the keys of a file come to.
+pub struct Settled {
+    pub keys: Map<String, Value>,
+    /// The kinds of 16 bits that are switched off, where nothing else says the precision.
+    pub off: Vec<&'static str>,
+    /// DeepSpeed's `train_batch_size`.
+    pub train_batch: Option<u64>,
 }
 
 /// What a key does to a draft; `None` where its value says nothing.
 pub type Takes = fn(&mut Draft, &str) -> Option<()>;
 
-fn is_true(value: &str) -> bool {
+pub fn is_true(value: &str) -> bool {
     ["true", "yes", "1"].contains(&value.to_ascii_lowercase().as_str())
+}
+
+fn is_false(value: &str) -> bool {
+    ["false", "no", "0"].contains(&value.to_ascii_lowercase().as_str())
+}
+
+/// Words for a number that is not said; a variable of a shell is not known here.
+fn is_unsaid(value: &str) -> bool {
+    value.starts_with('$') || ["", "~", "auto", "null", "none"].contains(&value.to_ascii_lowercase().as_str())
+}
+
+/// A whole number; JSON and YAML may write it as `5e8`.
+fn whole_number(value: &str) -> Option<u64> {
+    let digits = value.replace('_', "");
+    let of_float = || {
+        let number: f64 = digits.parse().ok()?;
+        ((0.0..1e15).contains(&number) && number.fract() == 0.0).then_some(number as u64)
+    };
+    digits.parse().ok().or_else(of_float)
 }
 
 impl Draft {
     pub fn new(program: &'static str, has_fsdp: bool) -> Draft {
-        Draft { keys: Map::new(), lora: Map::new(), adapted: Vec::new(), evaluates: false, has_fsdp, program }
+        Draft {
+            keys: Map::new(),
+            lora: Map::new(),
+            adapted: Vec::new(),
+            has_fsdp,
+            evaluates: false,
+            method: None,
+            halves: BTreeMap::new(),
+            pure_half: None,
+            fsdp_checkpoints: false,
+            train_batch: None,
+            expected: None,
+            program,
+        }
+    }
+
+    /// What the key that was taken last should have been, where its value is no number.
+    pub fn expected(&mut self) -> Option<&'static str> {
+        self.expected.take()
+    }
+
+    /// A key that the program wants and does not have: axolotl has no rank of its own.
+    pub fn lacks(&self) -> Option<&'static str> {
+        let adapts = matches!(self.method.as_deref(), Some("lora" | "qlora"));
+        (self.program == "axolotl" && adapts && !self.lora.contains_key("rank")).then_some("lora_r")
     }
 
     fn set(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
@@ -38,8 +104,35 @@ impl Draft {
     }
 
     fn number(&mut self, key: &str, value: &str) -> Option<()> {
-        let value: u64 = value.parse().ok()?;
+        let value = self.whole(value)?;
         self.set(key, value)
+    }
+
+    fn whole(&mut self, value: &str) -> Option<u64> {
+        self.known(value, whole_number(value), "a whole number")
+    }
+
+    fn decimal(&mut self, value: &str) -> Option<f64> {
+        let number = value.parse().ok().filter(|number: &f64| number.is_finite());
+        self.known(value, number, "a number")
+    }
+
+    /// The number that a value is; what is none is an error, and no default.
+    fn known<T>(&mut self, value: &str, number: Option<T>, expected: &'static str) -> Option<T> {
+        if number.is_none() && !is_unsaid(value) {
+            self.expected = Some(expected);
+        }
+        number
+    }
+
+    fn trained_as(&mut self, method: &str) -> Option<()> {
+        self.method = Some(method.to_owned());
+        Some(())
+    }
+
+    fn batch_of_all(&mut self, value: &str) -> Option<()> {
+        self.train_batch = Some(self.whole(value)?);
+        Some(())
     }
 
     /// Sets a key where a switch is on; a switch that is off says nothing else.
@@ -48,11 +141,27 @@ impl Draft {
     }
 
     /// 16 bits: autocast in a trainer, the type of everything in DeepSpeed's engine.
-    fn half(&mut self, on: &str, kind: &str) -> Option<()> {
+    fn half(&mut self, on: &str, kind: &'static str) -> Option<()> {
+        let switch = match on {
+            "auto" => None,
+            // axolotl's word for no autocast.
+            "full" => return self.purely("true", kind),
+            _ if is_true(on) || is_false(on) => Some(is_true(on)),
+            _ => return None,
+        };
+        let known = self.halves.entry(kind).or_default();
+        *known = switch.max(*known);
         match self.program {
             super::DEEPSPEED => self.when(on, "precision", kind),
             _ => self.when(on, "precision", &format!("{kind}-amp")),
         }
+    }
+
+    fn purely(&mut self, on: &str, kind: &'static str) -> Option<()> {
+        if is_true(on) {
+            self.pure_half = Some(kind);
+        }
+        Some(())
     }
 
     fn adapt(&mut self, on: &str, part: &'static str) -> Option<()> {
@@ -72,10 +181,39 @@ impl Draft {
         self.keys.entry(key).or_insert(value.into());
     }
 
+    /// Whether there are adapters: those whose method is not LoRA have no rank. LLaMA-Factory makes adapters of rank 8 in all linear
+    /// layers where nothing is said.
+    fn has_lora(&mut self) -> bool {
+        if self.program == "LLaMA-Factory" {
+            if self.method.as_deref() == Some("full") {
+                return false;
+            }
+            self.lora.entry("rank").or_insert(json!(8));
+            self.lora.entry("target_modules").or_insert(json!(["all-linear"]));
+        }
+        self.lora.contains_key("rank")
+    }
+
+    /// The precision where switches alone say it, and which ones are off then.
+    fn settle_precision(&mut self) -> Vec<&'static str> {
+        if let Some(kind) = self.pure_half {
+            self.set("precision", kind);
+        }
+        let are_off = !self.halves.is_empty() && self.halves.values().all(|on| *on == Some(false));
+        if !are_off || self.keys.contains_key("precision") {
+            return Vec::new();
+        }
+        self.set("precision", "f32");
+        self.halves.keys().copied().collect()
+    }
+
     /// The keys, with what the program does by itself.
-    pub fn finish(mut self) -> Map<String, Value> {
-        // An adapter whose method is not LoRA has no rank.
-        let has_lora = self.lora.contains_key("rank");
+    pub fn finish(mut self) -> Settled {
+        let has_lora = self.has_lora();
+        let off = self.settle_precision();
+        if self.fsdp_checkpoints {
+            self.set("gradient_checkpointing", true);
+        }
         if let Some(Value::Array(targets)) = self.lora.get_mut("target_modules") {
             targets.extend(self.adapted.iter().map(|part| json!(part)));
         }
@@ -113,7 +251,7 @@ impl Draft {
             _ => "hf",
         };
         self.set_if_absent("stack", stack);
-        self.keys
+        Settled { keys: self.keys, off, train_batch: self.train_batch }
     }
 }
 
@@ -152,7 +290,7 @@ fn builder(draft: &mut Draft, value: &str) -> Option<()> {
 }
 
 fn rank(draft: &mut Draft, value: &str) -> Option<()> {
-    let rank: u64 = value.parse().ok()?;
+    let rank = draft.whole(value)?;
     draft.set_lora("rank", rank)
 }
 
@@ -164,7 +302,7 @@ fn targets(draft: &mut Draft, value: &str) -> Option<()> {
 }
 
 fn dropout(draft: &mut Draft, value: &str) -> Option<()> {
-    let share: f64 = value.parse().ok()?;
+    let share = draft.decimal(value)?;
     draft.set_lora("dropout", share)
 }
 
@@ -184,7 +322,7 @@ fn bits(draft: &mut Draft, value: &str) -> Option<()> {
             Some(())
         }
         "8" => draft.set("quantization", "int8"),
-        _ => None,
+        other => draft.whole(other).and(None),
     }
 }
 
@@ -222,7 +360,7 @@ fn mixed(draft: &mut Draft, value: &str) -> Option<()> {
 }
 
 fn clips(draft: &mut Draft, value: &str) -> Option<()> {
-    let norm: f64 = value.parse().ok()?;
+    let norm = draft.decimal(value)?;
     draft.set("clip", norm > 0.0)
 }
 
@@ -293,7 +431,11 @@ fn optimizer(draft: &mut Draft, value: &str) -> Option<()> {
 const BATCH: Takes = |draft, value| draft.number("batch_size", value);
 const LENGTH: Takes = |draft, value| draft.number("sequence_length", value);
 const ACCUMULATION: Takes = |draft, value| draft.number("gradient_accumulation_steps", value);
-const DEVICES: Takes = |draft, value| draft.number("devices", value);
+const DEVICES: Takes = |draft, value| match value {
+    // Launchers count them by themselves then.
+    "gpu" | "cpu" | "-1" => None,
+    _ => draft.number("devices", value),
+};
 const STAGE: Takes = |draft, value| draft.number("zero_stage", value);
 const MODEL: Takes = |draft, value| draft.set("model", value);
 const BF16: Takes = |draft, value| draft.half(value, "bf16");
@@ -312,11 +454,17 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("micro_batch_size", BATCH),
     ("train_micro_batch_size_per_gpu", BATCH),
     ("batch_size", BATCH),
+    // Of all devices in DeepSpeed's words; in scripts of others it is one's own.
+    ("train_batch_size", |draft, value| match draft.program {
+        super::DEEPSPEED => draft.batch_of_all(value),
+        _ => None,
+    }),
+    ("deepspeed.train_batch_size", |draft, value| draft.batch_of_all(value)),
     ("per_device_eval_batch_size", |draft, value| draft.number("eval_batch_size", value)),
     // axolotl's.
     ("eval_batch_size", |draft, value| draft.number("eval_batch_size", value)),
     ("val_set_size", |draft, value| {
-        draft.evaluates |= value.parse::<f64>().ok()? > 0.0;
+        draft.evaluates |= draft.decimal(value)? > 0.0;
         Some(())
     }),
     ("eval_strategy", evaluates),
@@ -336,7 +484,10 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("fp16", FP16),
     ("bf16.enabled", BF16),
     ("fp16.enabled", FP16),
-    ("pure_bf16", |draft, value| draft.when(value, "precision", "bf16")),
+    ("pure_bf16", |draft, value| draft.purely(value, "bf16")),
+    // axolotl's, without autocast.
+    ("bfloat16", |draft, value| draft.purely(value, "bf16")),
+    ("float16", |draft, value| draft.purely(value, "fp16")),
     ("dtype", |draft, value| match draft.program {
         "torchtune" => draft.set("precision", value),
         _ => draft.set("dtype", value),
@@ -355,7 +506,10 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("gradient_checkpointing", checkpointing),
     ("activation_checkpointing", checkpointing),
     ("enable_activation_checkpointing", checkpointing),
-    ("fsdp_activation_checkpointing", checkpointing),
+    ("fsdp_activation_checkpointing", |draft, value| {
+        draft.fsdp_checkpoints |= is_true(value);
+        Some(())
+    }),
     ("enable_activation_offloading", offloads_activations),
     ("activation_offloading", offloads_activations),
     ("disable_gradient_checkpointing", |draft, value| draft.set("gradient_checkpointing", !is_true(value))),
@@ -371,8 +525,14 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("flash_attention", |draft, value| draft.when(value, "attention", "flash_attention_2")),
     ("sdp_attention", |draft, value| draft.when(value, "attention", "sdpa")),
     ("eager_attention", |draft, value| draft.when(value, "attention", "eager")),
-    ("adapter", |_, value| matches!(value, "lora" | "qlora").then_some(())),
-    ("finetuning_type", |_, value| matches!(value, "lora" | "full").then_some(())),
+    ("adapter", |draft, value| match value {
+        "lora" | "qlora" => draft.trained_as(value),
+        _ => None,
+    }),
+    ("finetuning_type", |draft, value| match value {
+        "lora" | "full" => draft.trained_as(value),
+        _ => None,
+    }),
     ("peft_type", |_, value| value.eq_ignore_ascii_case("lora").then_some(())),
     ("r", rank),
     ("lora_r", rank),
@@ -422,15 +582,13 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("distributed_type", |_, value| matches!(value, "NO" | "MULTI_GPU" | "FSDP" | "DEEPSPEED").then_some(())),
     ("fsdp", words_of_fsdp),
     ("dp_shard_size", |draft, value| draft.number("shard_size", value)),
-    ("dp_replicate_size", |draft, value| {
-        let replicas: u64 = value.parse().ok()?;
-        if replicas > 1 { draft.set("fsdp", "hybrid_shard") } else { Some(()) }
-    }),
-    ("zero_optimization.reduce_bucket_size", |draft, value| {
-        let elements: f64 = value.parse().ok()?;
-        (1.0..1e15).contains(&elements).then_some(())?;
-        draft.set("reduce_bucket_size", elements as u64)
-    }),
+    (
+        "dp_replicate_size",
+        |draft, value| {
+            if draft.whole(value)? > 1 { draft.set("fsdp", "hybrid_shard") } else { Some(()) }
+        },
+    ),
+    ("zero_optimization.reduce_bucket_size", |draft, value| draft.number("reduce_bucket_size", value)),
     ("zero_optimization.overlap_comm", |draft, value| draft.set("overlap_comm", is_true(value))),
     ("fsdp_version", |draft, value| draft.number("fsdp_version", value)),
     ("fsdp_sharding_strategy", strategy),

@@ -32,6 +32,14 @@ impl Context<'_> {
             let expected = format!("1 to {MOST_RANK}");
             return Err(RequestError::Value { key: "lora.rank", value: lora.rank.to_string(), expected });
         }
+        if !(0.0..=1.0).contains(&lora.dropout) {
+            let expected = "0 to 1".to_owned();
+            return Err(RequestError::Value {
+                key: "lora.dropout",
+                value: lora.dropout.to_string(),
+                expected,
+            });
+        }
         let mut targets: Vec<String> = Vec::new();
         for name in self.asked(lora) {
             for target in self.named(&name)? {

@@ -74,6 +74,8 @@ fn lengths_make_micro_batches_and_evaluation_has_its_own() {
     assert_eq!((found.sequence, found.eval_batch, found.padded), (1024, Some(16), true));
     assert_eq!(found.lengths.last(), Some(&1024));
     assert_eq!(run(r#"{"lengths": [10, 300]}"#).sequence, 300);
+    // One sample without tokens is no reason to refuse the others.
+    assert_eq!(run(r#"{"lengths": [0, 300]}"#).sequence, 300);
     assert!(with(r#"{"eval_batch_size": 0}"#).resolve().is_err());
 }
 
@@ -220,6 +222,13 @@ fn what_cannot_be_is_refused_in_words() {
         (r#"{"compile": true}"#, "compile"),
         (r#"{"allocator": "max_split_size_mb:1"}"#, "allocator"),
         (r#"{"versions": {"jax": "1"}}"#, "versions: jax is not known"),
+        (r#"{"versions": {"date": "2024-13"}}"#, "a month such as 2024-03"),
+        (r#"{"lora": {"rank": 8, "dropout": 1.5}}"#, "lora.dropout: 1.5 is not known; it can be 0 to 1"),
+        (r#"{"lora": {"rank": 8, "dropout": -0.1}}"#, "lora.dropout: -0.1"),
+        (r#"{"lengths": [0]}"#, "lengths: 0 is not known; it can be 1 or more"),
+        (r#"{"loss_chunks": 0}"#, "loss_chunks: 0"),
+        (r#"{"reduce_bucket_size": 0}"#, "reduce_bucket_size: 0"),
+        (r#"{"gradient_accumulation_steps": 0}"#, "gradient_accumulation_steps: 0"),
     ] {
         let error = with(changes).resolve().unwrap_err().to_string();
         assert!(error.contains(words), "{changes}: {error}");

@@ -120,7 +120,7 @@ fn dated(text: &str) -> Result<usize, RequestError> {
             4 => byte == b'-',
             _ => byte.is_ascii_digit(),
         });
-    if !is_month {
+    if !is_month || !("01"..="12").contains(&&text[5..7]) {
         return Err(wrong("date", text, "a month such as 2024-03"));
     }
     Ok(RELEASES.iter().rposition(|(since, _)| *since <= text).unwrap_or(0))
@@ -174,7 +174,14 @@ mod tests {
 
     #[test]
     fn what_is_no_version_is_refused_by_name() {
-        for (name, text) in [("torch", "new"), ("numpy", "1.0"), ("date", "March"), ("torch", "")] {
+        for (name, text) in [
+            ("torch", "new"),
+            ("numpy", "1.0"),
+            ("date", "March"),
+            ("torch", ""),
+            ("date", "2024-13"),
+            ("date", "2024-00"),
+        ] {
             let error = of_names(&[(name, text)]).unwrap_err().to_string();
             assert!(error.starts_with("versions: "), "{error}");
             assert!(error.contains(name), "{error}");

@@ -136,6 +136,15 @@ fn int(field: Option<Value>) -> Option<u64> {
     field.and_then(Value::int)
 }
 
+/// A number of bytes, where there is one.
+fn size(field: Option<Value>) -> Result<Option<u64>, Problem> {
+    match field.map(Value::kind) {
+        None => Ok(None),
+        Some(Kind::Int(bytes)) if bytes >= 0 => Ok(Some(bytes.cast_unsigned())),
+        Some(_) => Err(Problem::Type("a size is negative, is beyond 2^59 bytes or is no number")),
+    }
+}
+
 fn action(value: Value) -> Option<Action> {
     Some(match word(value) {
         "alloc" => Action::Alloc,
@@ -552,7 +561,7 @@ impl<R: Read> Machine<R> {
             let entry = Entry {
                 action: action(name),
                 address: int(fields.addr).or(int(fields.device_free)).unwrap_or(0),
-                size: int(fields.size).unwrap_or(0),
+                size: size(fields.size)?.unwrap_or(0),
                 time_us: int(fields.time_us).unwrap_or(0),
                 stream: self.stream(int(fields.stream).unwrap_or(0)),
                 stack: self.stack_of(fields.frames)?,
@@ -578,28 +587,28 @@ impl<R: Read> Machine<R> {
                     self.frames.insert(frame.into())
                 }
             })
-        } else if let (Some(name), Some(size)) = (fields.state, int(fields.size)) {
+        } else if let (Some(name), Some(bytes)) = (fields.state, size(fields.size)?) {
             let (real_size, stack) = self.history(fields.history);
             let stack = if fields.frames.is_some() { self.stack_of(fields.frames)? } else { stack };
             self.spend(40)?;
             self.blocks.push(ReadBlock {
                 address: int(fields.address).unwrap_or(0),
-                size,
-                requested: int(fields.requested_size).or(real_size).unwrap_or(size),
+                size: bytes,
+                requested: size(fields.requested_size)?.or(real_size).unwrap_or(bytes),
                 state: state(name),
                 stack,
             });
             Kind::Block(self.blocks.len() as u32 - 1)
-        } else if let Some(size) = int(fields.real_size) {
+        } else if let Some(bytes) = size(fields.real_size)? {
             let stack = self.stack_of(fields.frames)?;
             self.spend(16)?;
-            self.histories.push((size, stack));
+            self.histories.push((bytes, stack));
             Kind::History(self.histories.len() as u32 - 1)
-        } else if let (Some(blocks), Some(size)) = (fields.blocks, int(fields.total_size)) {
+        } else if let (Some(blocks), Some(bytes)) = (fields.blocks, size(fields.total_size)?) {
             let segment = ReadSegment {
                 device: int(fields.device).unwrap_or(0).min(u16::MAX.into()) as u32,
                 address: int(fields.address).unwrap_or(0),
-                size,
+                size: bytes,
                 stream: self.stream(int(fields.stream).unwrap_or(0)),
                 large: fields.segment_type.is_some_and(|kind| word(kind) == "large"),
                 expandable: int(fields.is_expandable).unwrap_or(0) != 0,

@@ -258,6 +258,23 @@ fn damaged_and_hostile_files_are_errors_with_their_place() {
     }
 }
 
+/// The sizes of entries, blocks and segments: -1, and 2^70.
+#[test]
+fn sizes_that_no_tensor_has_are_errors_with_their_place() {
+    for number in [&b"J\xff\xff\xff\xff"[..], b"\x8a\x09\0\0\0\0\0\0\0\0\x40"] {
+        for (key, size) in [
+            (&b"X\x06\0\0\0action"[..], &b"X\x04\0\0\0size"[..]),
+            (b"X\x05\0\0\0state", b"X\x04\0\0\0size"),
+            (b"X\x06\0\0\0blocks", b"X\x0a\0\0\0total_size"),
+        ] {
+            let entry = [b"}(", key, b"X\x05\0\0\0alloc", size, number].concat();
+            let error = problem(&[&entry[..], b"u."].concat());
+            assert!(matches!(error.problem, Problem::Type(_)), "{error}");
+            assert_eq!(error.offset, entry.len() as u64, "{error}");
+        }
+    }
+}
+
 #[test]
 fn a_bomb_reaches_the_limit_and_no_more() {
     let limits = Limits { memory: 1 << 20 };

@@ -77,6 +77,12 @@ impl Asked {
                 if other.is_some_and(|other| of_deepspeed(other)) {
                     continue;
                 }
+                if key == "precision"
+                    && let Some(both) = keys.get(&key).and_then(|known| of_both(known, &value))
+                {
+                    keys.insert(key, both);
+                    continue;
+                }
                 if let Some(other) = other
                     && keys.get(&key).is_some_and(|known| *known != value)
                     && key != "stack"
@@ -200,5 +206,18 @@ fn version_flags(args: &EstimateArgs, keys: &mut Map<String, Value>) {
             *versions = json!({});
         }
         versions[library] = json!(version);
+    }
+}
+
+/// The precision that two files of a run come to: a switch that is off says nothing against one that is on, and DeepSpeed's engine has all
+/// in the type that autocast computes in. `None` where they do not agree.
+fn of_both(one: &Value, other: &Value) -> Option<Value> {
+    let (one, other) = (one.as_str()?, other.as_str()?);
+    let plain = |precision: &str| precision.strip_suffix("-amp").unwrap_or(precision).to_owned();
+    match (one, other) {
+        ("f32", on) | (on, "f32") => Some(json!(on)),
+        _ if one == other => Some(json!(one)),
+        _ if plain(one) == plain(other) => Some(json!(plain(one))),
+        _ => None,
     }
 }

@@ -19,7 +19,8 @@ pub const ENTRIES: [Entry; 26] = [
     ("zero_optimization.offload_optimizer.nvme_path", "memory.disk_path", same),
     ("zero_optimization.offload_param.device", "memory.offload.parameters", place),
     ("zero_optimization.offload_param.nvme_path", "memory.disk_path", same),
-    ("optimizer.type", "training.optimizer", optimizer),
+    // Its Adam decays weights as AdamW does, unless adam_w_mode is off.
+    ("optimizer.type", "training.optimizer", |v| among(v, &[("adam", "adamw")]).or_else(|| optimizer(v))),
     ("optimizer.params.lr", "training.learning_rate", same),
     ("optimizer.params.betas.0", "training.adam_beta1", same),
     ("optimizer.params.betas.1", "training.adam_beta2", same),

@@ -3,6 +3,9 @@
 use crate::config::document::{Input, Node, Yaml, shortened};
 use crate::config::load::Document;
 
+/// The value of a key that is set to nothing.
+pub const NULL: &str = "null";
+
 /// A scalar, or a list of them, with the keys that lead to it.
 pub struct Leaf {
     pub key: String,
@@ -23,6 +26,11 @@ pub fn flatten(key: String, input: Input<'_>, document: &Document<'_>, leaves: &
     let joined = |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}.{name}") };
     let place = || document.place(input.node.referenced).to_string();
     match &input.node.value {
+        // torchtune's way to say that it does not clip; anywhere else it says nothing.
+        Yaml::Null if key == "clip_grad_norm" => {
+            let place = place();
+            leaves.push(Leaf { key, value: NULL.to_owned(), place });
+        }
         Yaml::Null => {}
         Yaml::Map(entries) => {
             for (name, node) in entries {

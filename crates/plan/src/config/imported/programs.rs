@@ -2,7 +2,10 @@
 
 use super::leaves::Leaf;
 use super::words::{Answer, Entry};
-use super::{accelerate, ava, axolotl, deepspeed, llama_factory, peft, script, torchtune, trainer};
+use super::{Override, accelerate, ava, axolotl, deepspeed, llama_factory, peft, script, torchtune, trainer};
+
+/// What DeepSpeed's file is called.
+pub const DEEPSPEED: &str = "DeepSpeed's JSON";
 
 /// A program, or a library with a file of its own.
 pub struct Program {
@@ -81,19 +84,27 @@ const PROGRAMS: [Program; 8] = [
         defaults: &[],
     },
     Program {
-        name: "DeepSpeed's JSON",
+        name: DEEPSPEED,
         marks: &["zero_optimization", "train_micro_batch_size_per_gpu"],
         tables: &[&deepspeed::ENTRIES],
         holds_deepspeed: false,
         answers: &[],
-        defaults: &[],
+        defaults: &BY_DEEPSPEED,
     },
 ];
 
 const OF_LLAMA_FACTORY: [&str; 2] = ["finetuning_type", "cutoff_len"];
 
-/// It turns checkpointing on by itself.
-const BY_LLAMA_FACTORY: [(&str, &str); 1] = [("training.gradient_checkpointing", "full")];
+/// It adapts, and turns checkpointing on, by itself.
+const BY_LLAMA_FACTORY: [(&str, &str); 3] =
+    [("training.method", "lora"), ("training.lora.rank", "8"), ("training.gradient_checkpointing", "full")];
+
+/// The same in a script, where the rank stays open.
+const BY_SCRIPT_OF_LLAMA_FACTORY: [(&str, &str); 2] =
+    [("training.method", "lora"), ("training.gradient_checkpointing", "full")];
+
+/// It clips where it is told to.
+const BY_DEEPSPEED: [(&str, &str); 1] = [("training.max_gradient_norm", "0")];
 
 /// The arguments of a training script: those of launchers, of the trainer, of TRL and of LLaMA-Factory.
 const SCRIPT: Program = Program {
@@ -107,7 +118,7 @@ const SCRIPT: Program = Program {
 
 /// The same of LLaMA-Factory's own.
 const SCRIPT_OF_LLAMA_FACTORY: Program =
-    Program { name: "LLaMA-Factory", defaults: &BY_LLAMA_FACTORY, ..SCRIPT };
+    Program { name: "LLaMA-Factory", defaults: &BY_SCRIPT_OF_LLAMA_FACTORY, ..SCRIPT };
 
 impl Program {
     /// The program that has such keys.
@@ -133,6 +144,24 @@ impl Program {
         by_section && leaf.key.starts_with("fsdp_config.")
             || leaf.key == "fsdp" && !["", "[]", "false", "False"].contains(&leaf.value.as_str())
             || leaf.key == "distributed_type" && leaf.value == "FSDP"
+    }
+
+    /// Whether it is a script, which may do more than its arguments say; its keys are not how it is known.
+    pub fn is_script(&self) -> bool {
+        self.marks.is_empty()
+    }
+
+    /// What it does where nothing is said of a key.
+    pub fn by_itself(&self, key: &str, value: &str) -> Override {
+        let argument = format!("{} by itself: {key}={value}", self.name);
+        Override { key: key.to_owned(), value: value.to_owned(), argument }
+    }
+
+    /// Whether it is what some program does where nothing is said.
+    pub fn is_by_itself(one: &Override) -> bool {
+        PROGRAMS.iter().any(|program| {
+            one.argument.strip_prefix(program.name).is_some_and(|rest| rest.starts_with(" by itself: "))
+        })
     }
 
     /// Their names, for an error.

@@ -15,6 +15,7 @@ impl Imported {
             self.settle_ava(leaves);
         }
         self.settle_torchtune(leaves);
+        self.settle_in_backward(program);
         self.settle_data();
         self.settle_fsdp(program, leaves);
         self.settle_length();
@@ -22,18 +23,26 @@ impl Imported {
         self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
         self.settle_twice("training.mixed_precision", |one| one.argument.contains("mixed_precision "));
         self.settle_f32(leaves);
+        self.settle_defaults(program, leaves);
         self.settle_method();
         self.settle_momenta();
+    }
+
+    /// What a program does where nothing is said. What is `auto` stays open, and a rank counts where there are adapters.
+    fn settle_defaults(&mut self, program: &Program, leaves: &[Leaf]) {
         for (key, value) in program.defaults {
-            if self.value(key).is_none() {
-                let argument = format!("{} by itself: {key}={value}", program.name);
-                self.overrides.push(Override {
-                    key: (*key).to_owned(),
-                    value: (*value).to_owned(),
-                    argument,
-                });
+            let is_auto = |leaf: &Leaf| {
+                leaf.value == "auto" && program.meanings(&leaf.key).iter().any(|(_, ours, _)| ours == key)
+            };
+            let is_idle = key.starts_with("training.lora.") && !self.has_adapters();
+            if self.value(key).is_none() && !is_idle && !leaves.iter().any(is_auto) {
+                self.overrides.push(program.by_itself(key, value));
             }
         }
+    }
+
+    fn has_adapters(&self) -> bool {
+        matches!(self.value("training.method"), Some("lora" | "qlora"))
     }
 
     /// Of Ava's, what several keys say together: a pattern of attention, and a section that is off. The width of the feed-forward part
@@ -101,6 +110,16 @@ impl Imported {
                     (!own.is_empty()).then(|| own.to_owned()).into_iter().chain(more).collect();
                 one.value = format!("[{}]", all.join(", "));
             }
+        }
+    }
+
+    /// torchtune does not clip unless it is told to, and updates in the backward pass have no norm of all gradients.
+    fn settle_in_backward(&mut self, program: &Program) {
+        let key = "training.max_gradient_norm";
+        let is_torchtune = program.name == "torchtune";
+        if is_torchtune && self.value("training.optimizer_in_backward").is_some() && self.value(key).is_none()
+        {
+            self.overrides.push(program.by_itself(key, "0"));
         }
     }
 
@@ -219,7 +238,7 @@ impl Imported {
             }
         }
         // What is trained of adapters is in f32 in any case.
-        if matches!(method.as_deref(), Some("lora" | "qlora")) {
+        if self.has_adapters() {
             self.drop("training.master_weights");
         }
     }

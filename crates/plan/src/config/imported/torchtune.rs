@@ -1,5 +1,6 @@
 //! Configurations of torchtune's recipes.
 
+use super::leaves::NULL;
 use super::words::{Entry, among, same, steps, when_true};
 
 pub const ENTRIES: [Entry; 30] = [
@@ -51,7 +52,7 @@ pub const ENTRIES: [Entry; 30] = [
         among(v.rsplit('.').next().unwrap_or(v), &[("get_cosine_schedule_with_warmup", "cosine")])
     }),
     ("lr_scheduler.num_warmup_steps", "training.warmup_steps", same),
-    ("clip_grad_norm", "training.max_gradient_norm", same),
+    ("clip_grad_norm", "training.max_gradient_norm", |v| among(v, &[(NULL, "0")]).or_else(|| same(v))),
     ("dtype", "training.mixed_precision", |v| among(v, &[("bf16", "bf16"), ("fp32", "f32")])),
     // Weights of two bytes, and nothing of four behind them.
     ("dtype", "training.master_weights", |v| among(v, &[("bf16", "none")])),
