@@ -133,6 +133,8 @@ pub enum Command {
     /// Run a command that ends where the process ends that has started this one
     #[command(hide = true)]
     EndWithParent {
+        /// The process's number
+        parent: u32,
         /// The command
         #[arg(last = true, value_name = "COMMAND")]
         command: Vec<OsString>,

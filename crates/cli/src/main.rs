@@ -105,6 +105,6 @@ fn run(command: &Command) -> Result<(), Failure> {
         Command::Watch(args) => commands::watch::run(args),
         Command::Doctor(args) => commands::doctor::run(args),
         Command::Config(args) => commands::config::run(args),
-        Command::EndWithParent { command } => ranks::end_with_parent(command),
+        Command::EndWithParent { parent, command } => ranks::end_with_parent(*parent, command),
     }
 }

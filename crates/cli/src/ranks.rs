@@ -167,7 +167,8 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
     };
     let program = std::env::current_exe().map_err(|error| Failure::other(error.to_string()))?;
     let mut mpirun = Command::new(&program);
-    mpirun.args(["end-with-parent", "--", "mpirun", "-n", &ranks.to_string()]);
+    let own = std::process::id().to_string();
+    mpirun.args(["end-with-parent", &own, "--", "mpirun", "-n", &ranks.to_string()]);
     if String::from_utf8_lossy(&version.stdout).contains("Open MPI") {
         // Ranks share out the cores themselves, and may be more than the cores.
         mpirun.args(["--oversubscribe", "--bind-to", "none"]);
@@ -190,8 +191,8 @@ fn launch(ranks: Option<u32>, lines: Lines, stopping: Stopping) -> Result<Option
     run(mpirun, stopping).map(Some).map_err(|error| Failure::other(format!("mpirun: {error}")))
 }
 
-/// Becomes another program, which ends where the process ends that started this one, however that happens.
-pub fn end_with_parent(command: &[OsString]) -> Result<(), Failure> {
+/// Becomes another program, which ends where the process ends that started this one, `parent`, however that happens.
+pub fn end_with_parent(parent: u32, command: &[OsString]) -> Result<(), Failure> {
     let Some((program, arguments)) = command.split_first() else {
         return Err(Failure::usage("end-with-parent: name a command"));
     };
@@ -201,6 +202,13 @@ pub fn end_with_parent(command: &[OsString]) -> Result<(), Failure> {
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
         .map_err(|error| failed(error.into()))?;
+    // It may have ended before.
+    #[cfg(unix)]
+    if std::os::unix::process::parent_id() != parent {
+        return Err(Failure::other("the process that starts the ranks has ended"));
+    }
+    #[cfg(not(unix))]
+    let _ = parent;
     #[cfg(unix)]
     return Err(failed(std::os::unix::process::CommandExt::exec(&mut command)));
     #[cfg(not(unix))]

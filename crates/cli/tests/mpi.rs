@@ -4,7 +4,7 @@
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -413,6 +413,16 @@ mod over_mpi {
     const LONG: [&str; 6] =
         ["--set", "training.steps=60", "--set", "output.eval_steps=0", "--set", "parallel.zero_stage=2"];
 
+    /// By itself such a run would go on for hours, with every checkpoint.
+    const ENDLESS: [&str; 6] = [
+        "--set",
+        "training.steps=1000000",
+        "--set",
+        "output.eval_steps=0",
+        "--set",
+        "output.save_total_limit=1000000",
+    ];
+
     /// Starts ranks, and waits until they have written a checkpoint.
     fn started(folder: &Path, ranks: &str) -> Child {
         until_saved(folder, train(folder, "out", &[&["--ranks", ranks], &LONG[..]].concat()))
@@ -466,7 +476,7 @@ mod over_mpi {
         run.args(["-n", "2", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
         run.arg(env!("CARGO_BIN_EXE_plimsoll"))
             .args(["train", "c.yaml", "--set", "output.dir=out"])
-            .args(LONG);
+            .args(ENDLESS);
         run.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder.path());
         let left = folder.path().join("out/.rank-7");
         std::fs::create_dir_all(&left).unwrap();
@@ -482,7 +492,8 @@ mod over_mpi {
     #[test]
     fn ranks_end_with_the_program_that_started_them() {
         let folder = folder();
-        let mut run = started(folder.path(), "2");
+        let endless = [&["--ranks", "2"], &ENDLESS[..]].concat();
+        let mut run = until_saved(folder.path(), train(folder.path(), "out", &endless));
         let ranks = ranks_below(&run);
         assert_eq!(ranks.len(), 2, "{ranks:?}");
         run.kill().unwrap();
@@ -491,7 +502,9 @@ mod over_mpi {
             let status = std::fs::read_to_string(format!("/proc/{rank}/status")).unwrap_or_default();
             status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
         };
+        let most = Instant::now() + Duration::from_secs(300);
         while ranks.iter().any(lives) {
+            assert!(Instant::now() < most, "ranks go on");
             std::thread::sleep(Duration::from_millis(20));
         }
     }

@@ -32,6 +32,7 @@ use crate::convert::convert;
 use crate::layout::{StoredTensor, hf_block};
 use crate::parameters::{BlockId, Parameter};
 use crate::safetensors::{NewTensor, SafetensorsFile, StoredDType, write_tensors};
+use crate::source::RowOrder;
 use crate::spec::ModelSpec;
 
 /// The configuration's file.
@@ -350,6 +351,8 @@ struct Place {
     first: u64,
     /// Elements of the tensor before it.
     elements: u64,
+    /// Whether the tensor has the rows as columns.
+    transposed: bool,
 }
 
 /// The tensors of a parameter: several of a stack.
@@ -357,9 +360,11 @@ fn stored_places(spec: &ModelSpec, parameter: &Parameter) -> Vec<Place> {
     let mut places = Vec::new();
     for tensor in linears(spec, parameter.block) {
         let (mut first, mut elements) = (0, 0);
+        let transposed = matches!(tensor.rows, RowOrder::Transposed { .. });
         for part in &tensor.parts {
             if part.role() == parameter.role {
-                places.push(Place { tensor: tensor.name.clone(), rows: part.rows.clone(), first, elements });
+                let (tensor, rows) = (tensor.name.clone(), part.rows.clone());
+                places.push(Place { tensor, rows, first, elements, transposed });
             }
             first += part.count();
             elements += part.elements();

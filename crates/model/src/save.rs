@@ -296,10 +296,15 @@ impl Staging {
             sync_folder(parent(folder));
             return Ok(());
         }
-        self.replace(folder, weights).map_err(|error| SaveError::NotMoved {
-            staging: self.folder.keep(),
-            folder: folder.to_owned(),
-            source: Box::new(error),
+        self.replace(folder, weights).map_err(|error| {
+            // Under a name that nobody removes.
+            let staging = self.folder.keep();
+            let kept = staging.with_file_name(match staging.file_name().and_then(|name| name.to_str()) {
+                Some(name) => name.replacen(STAGING, UNFINISHED, 1),
+                None => UNFINISHED.to_owned(),
+            });
+            let staging = if std::fs::rename(&staging, &kept).is_ok() { kept } else { staging };
+            SaveError::NotMoved { staging, folder: folder.to_owned(), source: Box::new(error) }
         })
     }
 
@@ -345,6 +350,9 @@ impl Staging {
 
 /// What folders are called that are being written.
 const STAGING: &str = ".saving-";
+
+/// What folders are called whose files could not all be moved to where they belong.
+const UNFINISHED: &str = "unfinished-";
 
 /// How old a file or folder is at least that counts as left over: a new one may not be locked yet.
 const OLD: Duration = Duration::from_secs(60);

@@ -227,10 +227,20 @@ fn biases_of_adapted_modules_stand_in_the_layers_within_them() {
 #[test]
 fn trained_biases_are_read_as_they_were_written() {
     let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train/tests/data");
-    for model in ["families/qwen2", "families/gpt2", "experts/gpt-oss"] {
+    // A family that stores matrices transposed, square ones too.
+    let whole = ["attn.c_proj", "c_fc", "wte"].map(str::to_owned).to_vec();
+    for (model, modules_to_save) in [
+        ("families/qwen2", Vec::new()),
+        ("families/gpt2", Vec::new()),
+        ("families/gpt2", whole),
+        ("experts/gpt-oss", Vec::new()),
+    ] {
         let base = ModelFiles::open(&models.join(model)).unwrap();
         let spec = base.spec();
-        let config = AdapterConfig { rank: 2, bias: AdapterBias::All, ..AdapterConfig::default() };
+        let target_modules = TargetModules::Names(vec!["c_attn".to_owned(), "q_proj".to_owned()]);
+        let (rank, bias) = (2, AdapterBias::All);
+        let config =
+            AdapterConfig { rank, bias, modules_to_save, target_modules, ..AdapterConfig::default() };
         let layout = AdapterLayout::new(&config, spec).unwrap();
         let values = |p: &Parameter| -> Vec<f32> {
             let first = p.name.bytes().map(f32::from).sum::<f32>();

@@ -261,7 +261,9 @@ fn may_be_replaced(folder: &Path) -> bool {
     let names = entries.flatten().map(|entry| entry.file_name());
     let mut names = names.filter(|name| name != LOCK).peekable();
     let of_model = |name: &std::ffi::OsString| {
-        name == CONFIG_NAME || Path::new(name).extension().is_some_and(|ending| ending == "safetensors")
+        name == CONFIG_NAME
+            || name.to_string_lossy().starts_with("unfinished-")
+            || Path::new(name).extension().is_some_and(|ending| ending == "safetensors")
     };
     names.peek().is_none() || names.any(|name| of_model(&name))
 }

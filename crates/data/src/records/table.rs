@@ -1,6 +1,7 @@
 //! CSV and TSV files (RFC 4180): the first row has the names of the fields, every other one is a record of texts.
 
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::fs::File;
 use std::path::Path;
 
@@ -38,10 +39,8 @@ pub fn for_each(
     };
     let names = rows.headers().map_err(|error| failed(0, error))?.clone();
     let names: Vec<&str> = names.iter().map(|name| name.trim_start_matches('\u{feff}')).collect();
-    if let Some((twice, _)) =
-        names.iter().enumerate().find(|(i, name)| names.iter().take(*i).any(|n| n == *name))
-    {
-        let name = names.get(twice).copied().unwrap_or_default();
+    let mut known = HashSet::new();
+    if let Some(name) = names.iter().find(|name| !known.insert(**name)) {
         return Err(unreadable(path, format!("two of its columns are called {name:?}; rename one")));
     }
     let mut row = ByteRecord::new();

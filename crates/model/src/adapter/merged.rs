@@ -106,10 +106,12 @@ impl Adapter {
             let lines = out.chunks_exact_mut(columns).skip(before).take((own.end - own.start) as usize);
             for (row, line) in ((own.start - place.rows.start) as usize..).zip(lines) {
                 // A vector has the values of its parts one after the other.
-                let values = match matrix.columns == columns {
-                    true => matrix.row(place.first as usize + row),
-                    false => matrix.values.get(place.elements as usize + row * columns..).unwrap_or_default(),
+                let from = match matrix.columns {
+                    1 if columns > 1 => place.elements as usize + row * columns,
+                    own => (place.first as usize + row) * if place.transposed { 1 } else { own },
                 };
+                let step = if place.transposed && matrix.columns > 1 { matrix.columns } else { 1 };
+                let values = matrix.values.get(from..).unwrap_or_default().iter().step_by(step);
                 line.iter_mut().zip(values).for_each(|(out, value)| *out = *value);
             }
         }

@@ -74,7 +74,7 @@ pub fn ggml_type(dtype: DType) -> Option<u32> {
 }
 
 /// What files are called that are being written.
-const WRITING: &str = ".writing-";
+const WRITING: &str = ".writing-gguf-";
 
 /// Writes a file, which is replaced if it is there. `fill` is asked for each tensor's bytes in turn. Returns its size.
 pub fn write_gguf(

@@ -431,10 +431,10 @@ fn optimizer(draft: &mut Draft, value: &str) -> Option<()> {
 const BATCH: Takes = |draft, value| draft.number("batch_size", value);
 const LENGTH: Takes = |draft, value| draft.number("sequence_length", value);
 const ACCUMULATION: Takes = |draft, value| draft.number("gradient_accumulation_steps", value);
-const DEVICES: Takes = |draft, value| match value {
-    // Launchers count them by themselves then.
-    "gpu" | "cpu" | "-1" => None,
-    _ => draft.number("devices", value),
+const DEVICES: Takes = |draft, value| match value.parse::<f64>() {
+    // Launchers count them by themselves where a word says of what kind, or -1.
+    Ok(number) if number != -1.0 => draft.number("devices", value),
+    _ => None,
 };
 const STAGE: Takes = |draft, value| draft.number("zero_stage", value);
 const MODEL: Takes = |draft, value| draft.set("model", value);

@@ -116,11 +116,12 @@ impl Counted {
         state.is_even = true;
     }
 
-    /// How many of so many experts of a layer are here, if all are as likely.
+    /// How many of so many experts of a layer are here, if all are as likely: whole numbers that are the share in the mean of all layers.
     fn share_here(&self, state: &State, layer: u32, used: u32) -> u32 {
-        let all = self.layers.get(&layer).map_or(0, Layer::count).max(1);
-        let share = f64::from(used) * f64::from(self.here(state, layer)) / f64::from(all);
-        (share.round() as u32).min(used)
+        let all = u64::from(self.layers.get(&layer).map_or(0, Layer::count).max(1));
+        let number = self.layers.keys().position(|other| *other == layer).unwrap_or(0) as u64;
+        let whole = |layers: u64| layers * u64::from(used) * u64::from(self.here(state, layer)) / all;
+        (whole(number + 1) - whole(number)).min(u64::from(used)) as u32
     }
 
     /// The experts of a layer in the order in which they are taken.

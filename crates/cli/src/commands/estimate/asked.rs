@@ -209,15 +209,15 @@ fn version_flags(args: &EstimateArgs, keys: &mut Map<String, Value>) {
     }
 }
 
-/// The precision that two files of a run come to: a switch that is off says nothing against one that is on, and DeepSpeed's engine has all
-/// in the type that autocast computes in. `None` where they do not agree.
+/// The precision that two files of a run come to: a switch that is off says nothing against one that is on, and DeepSpeed's `bf16` is the
+/// trainer's. `None` where they do not agree.
 fn of_both(one: &Value, other: &Value) -> Option<Value> {
     let (one, other) = (one.as_str()?, other.as_str()?);
     let plain = |precision: &str| precision.strip_suffix("-amp").unwrap_or(precision).to_owned();
     match (one, other) {
         ("f32", on) | (on, "f32") => Some(json!(on)),
         _ if one == other => Some(json!(one)),
-        _ if plain(one) == plain(other) => Some(json!(plain(one))),
+        _ if plain(one) == plain(other) => Some(json!(if one.len() > other.len() { one } else { other })),
         _ => None,
     }
 }
