@@ -237,7 +237,7 @@ fn trained_biases_are_read_as_they_were_written() {
     ] {
         let base = ModelFiles::open(&models.join(model)).unwrap();
         let spec = base.spec();
-        let target_modules = TargetModules::Names(vec!["c_attn".to_owned(), "q_proj".to_owned()]);
+        let target_modules = TargetModules::Pattern(".*(c_attn|q_proj)".to_owned());
         let (rank, bias) = (2, AdapterBias::All);
         let config =
             AdapterConfig { rank, bias, modules_to_save, target_modules, ..AdapterConfig::default() };
