@@ -163,6 +163,7 @@ impl From<StepError> for Failure {
             | StepError::Spec(_)
             | StepError::TooManyExpertSlots { .. }
             | StepError::TrainedExperts
+            | StepError::ExpertsOfLayers { .. }
             | StepError::TooFewPositions { .. }
             | StepError::UnevenProducts { .. }
             | StepError::UnevenExperts { .. }

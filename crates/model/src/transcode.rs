@@ -1,5 +1,5 @@
 //! A model from one format or type to another, a few rows at a time, so that memory does not grow with the model; with an
-//! adapter merged into it on the way, where the rows come from [`Adapter::merged`](crate::Adapter::merged).
+//! adapter merged into it on the way, where the rows come from [`MergeSet::merged`](crate::adapter::MergeSet::merged).
 
 mod folder;
 mod mxfp4;

@@ -204,13 +204,38 @@ impl Search<'_> {
                     for precision in &possible {
                         candidates.extend(within.of_all_forms(*precision, offload, &batches)?);
                     }
-                    if let Some(index) = best(&candidates, |choice| self.fits(choice, room_bytes)) {
-                        return Ok(Some(candidates.swap_remove(index)));
+                    let fits = |choice: &Choice| self.fits(choice, room_bytes);
+                    let Some(index) = best(&candidates, fits) else { continue };
+                    if possible.len() > 1 && !offload.is_none() {
+                        return self.fastest_when_filled(&candidates, &possible, fits);
                     }
+                    return Ok(Some(candidates.swap_remove(index)));
                 }
             }
         }
         Ok(None)
+    }
+
+    /// Of the best candidates of several precisions the one that is fastest when what was sent away has come back as far as there is room:
+    /// how much that is depends on the room that a precision leaves.
+    fn fastest_when_filled(
+        &self,
+        candidates: &[Choice],
+        precisions: &[Precision],
+        fits: impl Fn(&Choice) -> bool,
+    ) -> Result<Option<Choice>, StepError> {
+        let mut fastest: Option<(f64, Choice)> = None;
+        for precision in precisions {
+            let own = candidates.iter().filter(|choice| choice.settings.precision == *precision);
+            let mut own: Vec<Choice> = own.cloned().collect();
+            let Some(index) = best(&own, &fits) else { continue };
+            let choice = own.swap_remove(index);
+            let seconds = per_token(&self.finished(choice.clone())?);
+            if fastest.as_ref().is_none_or(|(least, _)| seconds < *least) {
+                fastest = Some((seconds, choice));
+            }
+        }
+        Ok(fastest.map(|(_, choice)| choice))
     }
 
     /// The form that recomputes least.

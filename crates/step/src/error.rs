@@ -80,6 +80,14 @@ pub enum StepError {
         "memory.expert_slots is of experts that are frozen; leave it out, or set training.method to lora or qlora"
     )]
     TrainedExperts,
+    /// Slots for experts that cannot come by themselves.
+    #[error(
+        "memory.expert_slots is of experts that come by themselves, and {with} they come with their layers; leave one of the two out"
+    )]
+    ExpertsOfLayers {
+        /// With what.
+        with: &'static str,
+    },
     /// The speed of a bias that no router of the model has.
     #[error(
         "training.router_bias_update_speed is about routers that have a bias for the choice of experts, and this model's have none; leave it out"

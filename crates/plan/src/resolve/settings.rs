@@ -4,7 +4,7 @@ use plimsoll_device::DType;
 use plimsoll_model::ModelSpec;
 use plimsoll_step::{
     AttentionKind, Checkpointing, GradientClipping, Linears, LossScaling, NormSource, Offload, Precision,
-    Ranks, RouterTraining, StepError, StepSettings, TrainingMethod, UpdateTiming,
+    Ranks, RouterTraining, StepError, StepSettings, TrainingMethod, UpdateTiming, ZeroStage,
 };
 
 use super::choice::sequences;
@@ -146,7 +146,19 @@ pub(crate) fn check_model(config: &RawConfig, spec: &ModelSpec) -> Result<(), St
     match slots {
         Some(_) if training.method() == Method::Full => return Err(StepError::TrainedExperts),
         Some(slots) if slots > experts => return Err(StepError::TooManyExpertSlots { slots, experts }),
-        _ => {}
+        Some(_) => {
+            let (parallel, mesh) = (&config.parallel, config.parallel.mesh());
+            let with = [
+                ("training.lora.use_dora", training.lora.use_dora()),
+                ("parallel.zero_stage=3", parallel.sharding().stage >= ZeroStage::Weights),
+                ("parallel.tensor_parallel", mesh.tensor > 1),
+                ("parallel.expert_parallel", mesh.expert > 1),
+            ];
+            if let Some((with, _)) = with.into_iter().find(|(_, is_so)| *is_so) {
+                return Err(StepError::ExpertsOfLayers { with });
+            }
+        }
+        None => {}
     }
     let has_bias = spec.experts.as_ref().is_some_and(|experts| experts.router.correction);
     if is_set(training.router_bias_update_speed().set()) && !has_bias {
