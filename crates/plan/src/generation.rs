@@ -225,8 +225,13 @@ impl GenerationPlan {
         }
         let mut possible = Vec::new();
         for cache in [DType::F16, DType::Q8_0, DType::Q4_1] {
-            let most = request.spec.max_position_embeddings.max(most);
-            let context = request.largest_context(cache, 1, most, request.in_files.is_some())?;
+            let context = match request.fits_below(cache, least)? {
+                true => Some(least),
+                false => {
+                    let most = request.spec.max_position_embeddings.max(most);
+                    request.largest_context(cache, 1, most, request.in_files.is_some())?
+                }
+            };
             possible.extend(context.map(|context| CacheContext { cache, context }));
         }
         let (needed, weights) = request.smallest(cache, least)?.map_or((0, 0), |plan| {
@@ -401,6 +406,16 @@ impl GenerationRequest<'_> {
         Ok(None)
     }
 
+    /// Whether a context fits with its cache below the device.
+    fn fits_below(&self, cache: DType, context: u64) -> Result<bool, StepError> {
+        for tier in self.lower_tiers() {
+            if self.fitting_on(cache, context, true, *tier)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Whether any form fits the most context that is asked for: that with the shortest passes and least on the device does, if any.
     pub(crate) fn fits(&self) -> Result<bool, StepError> {
         let most = *self.context.end();
@@ -457,11 +472,15 @@ impl GenerationRequest<'_> {
         let settings = self.settings(cache, context, CHUNKS[CHUNKS.len() - 1]);
         let below = Below::on(Tier::Disk);
         let mut smallest: Option<GenerationPlan> = None;
-        for head in [true, false] {
-            let residency = self.in_files.map(|_| self.least(head));
-            let plan = self.plan(Found { settings, residency, below })?;
-            if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes()) {
-                smallest = Some(plan);
+        for cache_tier in self.lower_tiers().last().copied().into_iter().chain([Tier::Device]) {
+            let settings = self.paged(DecodeSettings { cache_tier, pages: None, ..settings });
+            for head in [true, false] {
+                let residency = self.in_files.map(|_| self.least(head));
+                let plan = self.plan(Found { settings, residency, below })?;
+                if smallest.as_ref().is_none_or(|best| plan.dry_run.peak_bytes() < best.dry_run.peak_bytes())
+                {
+                    smallest = Some(plan);
+                }
             }
         }
         Ok(smallest)
