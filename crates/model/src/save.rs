@@ -351,8 +351,8 @@ impl Staging {
 /// What folders are called that are being written.
 const STAGING: &str = ".saving-";
 
-/// What folders are called whose files could not all be moved to where they belong.
-const UNFINISHED: &str = "unfinished-";
+/// What the names of folders begin with whose files could not all be moved to where they belong.
+pub const UNFINISHED: &str = "unfinished-";
 
 /// How old a file or folder is at least that counts as left over: a new one may not be locked yet.
 const OLD: Duration = Duration::from_secs(60);

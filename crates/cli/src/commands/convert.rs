@@ -10,6 +10,7 @@ use plimsoll_device::cpu::quantize::four_bit::FourBit;
 use plimsoll_memory::ByteSize;
 use plimsoll_model::gguf::ggml_type;
 use plimsoll_model::hf_config::CONFIG_NAME;
+use plimsoll_model::save::UNFINISHED;
 use plimsoll_model::{
     ModelError, ModelFiles, ModelSpec, Parameter, RowSource, SaveError, Target, Transcoder, TypesByGroup,
     Upcycled, WeightGroup,
@@ -262,7 +263,7 @@ fn may_be_replaced(folder: &Path) -> bool {
     let mut names = names.filter(|name| name != LOCK).peekable();
     let of_model = |name: &std::ffi::OsString| {
         name == CONFIG_NAME
-            || name.to_string_lossy().starts_with("unfinished-")
+            || name.to_string_lossy().starts_with(UNFINISHED)
             || Path::new(name).extension().is_some_and(|ending| ending == "safetensors")
     };
     names.peek().is_none() || names.any(|name| of_model(&name))

@@ -63,6 +63,23 @@ fn finished_without_checkpoint(config: &RawConfig) -> Option<Report> {
     (is_same && Checkpoint::is_none_left(&folder)).then_some(report)
 }
 
+/// Whether the first rank has found a report of a run that is finished, which it shows: all ranks know it then.
+fn is_finished(
+    args: &TrainArgs,
+    ranks: &dyn Communicator,
+    report: Option<Report>,
+    folder: &Path,
+    and: &str,
+) -> Result<bool, Failure> {
+    let is_finished = ranks.any(report.is_some()).map_err(TrainError::from)?;
+    match report {
+        Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
+        Some(_) => outln!("the run in {} is finished: nothing is left to do{and}", folder.display())?,
+        None => {}
+    }
+    Ok(is_finished)
+}
+
 /// One rank of a run, or the only one.
 fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     let leads = ranks.rank() == 0;
@@ -72,16 +89,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     config.training_data()?;
     let quiet = args.json || !leads;
     let report = (args.resume && leads).then(|| finished_without_checkpoint(&config)).flatten();
-    let is_finished = ranks.any(report.is_some()).map_err(TrainError::from)?;
-    match report {
-        Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
-        Some(_) => outln!(
-            "the run in {} is finished: nothing is left to do, and there is no checkpoint to go on from",
-            config.output.dir().display()
-        )?,
-        None => {}
-    }
-    if is_finished {
+    if is_finished(args, ranks, report, &config.output.dir(), ", and there is no checkpoint to go on from")? {
         return Ok(());
     }
     let origin = models::origin(&config, Need::Files, quiet)?;
@@ -154,16 +162,8 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     }
     // The first rank decides: others may not see what it has written.
     let report = if leads { finished(&prepared, &plan) } else { None };
-    let is_finished = ranks.any(report.is_some()).map_err(TrainError::from)?;
-    match report {
-        Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
-        Some(_) => outln!(
-            "the run in {} is finished: nothing is left to do; raise training.steps or training.epochs to go on",
-            plan.config.output.dir().display()
-        )?,
-        None => {}
-    }
-    if is_finished {
+    let remedy = "; raise training.steps or training.epochs to go on";
+    if is_finished(args, ranks, report, &plan.config.output.dir(), remedy)? {
         return Ok(());
     }
     if !plan.fits() {

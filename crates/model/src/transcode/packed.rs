@@ -158,8 +158,7 @@ impl Transcoder<'_> {
                 Target::FourBit { kind, doubly } => {
                     let read = |rows, values: &mut [f32]| {
                         self.read_fused(piece.of, rows, values)?;
-                        check_finite(values, if kind == FourBit::Nf4 { DType::Nf4 } else { DType::Fp4 })
-                            .map_err(of_tensor(name))
+                        check_finite(values, kind.dtype(doubly)).map_err(of_tensor(name))
                     };
                     Current::FourBit(name.clone(), FourBitMatrix::of(&matrix, kind, doubly, read)?)
                 }

@@ -246,20 +246,25 @@ mod tests {
 
     use super::*;
 
+    /// One sequence.
+    fn settings(context: u64, prompt_chunk_tokens: u64) -> DecodeSettings {
+        DecodeSettings {
+            precision: Precision::F32,
+            cache: DType::F32,
+            cache_tier: Tier::Device,
+            context,
+            prompt_chunk_tokens,
+            sequences: 1,
+            pages: None,
+            drafted_tokens: 0,
+        }
+    }
+
     /// However few pages many sequences share, it is known what they take: some wait, and nothing fails.
     #[test]
     fn any_number_of_pages_is_enough_to_plan_with() {
         let spec = ModelSpec { num_layers: 1, ..catalogue::find("smollm2-135m").unwrap() };
-        let settings = DecodeSettings {
-            precision: Precision::F32,
-            cache: DType::F32,
-            cache_tier: Tier::Device,
-            context: 400,
-            prompt_chunk_tokens: 64,
-            sequences: 16,
-            pages: None,
-            drafted_tokens: 0,
-        };
+        let settings = DecodeSettings { sequences: 16, ..settings(400, 64) };
         let types = |_: &Parameter| DType::F32;
         let mut last = 0;
         for pages in settings.least_pages(&spec)..=settings.most_pages(&spec) {
@@ -278,16 +283,7 @@ mod tests {
     #[test]
     fn some_passes_of_a_prompt_stand_for_all() {
         let spec = ModelSpec { num_layers: 2, ..catalogue::find("smollm2-135m").unwrap() };
-        let settings = DecodeSettings {
-            precision: Precision::F32,
-            cache: DType::F32,
-            cache_tier: Tier::Device,
-            context: 4001,
-            prompt_chunk_tokens: 16,
-            sequences: 1,
-            pages: None,
-            drafted_tokens: 0,
-        };
+        let settings = settings(4001, 16);
         let types = |_: &Parameter| DType::F32;
         let rates = Rates::of_cpu([1e11, 2e11], 1e10, 1e9);
         let timed = |most| {

@@ -123,7 +123,7 @@ impl<'a> Walk<'a> {
         // Those that take longest begin first: nobody waits long for the last one.
         let mut turns: Vec<usize> = (0..missing.len()).collect();
         turns.sort_by_key(|place| std::cmp::Reverse(wanted.get(*place).and_then(Option::as_ref).map(length)));
-        let mut made = at_once(&turns, self.threads, |place| {
+        let made = at_once(&turns, self.threads, |place| {
             let (settings, accumulation) = wanted.get(*place)?.clone()?;
             let choice = match runs.find(&settings, accumulation) {
                 Some(known) => known,
@@ -140,13 +140,9 @@ impl<'a> Walk<'a> {
                 fits: choice.whole && limits.allow(&choice),
             })
         });
-        let mut of_point = vec![None; missing.len()];
-        for (place, made) in turns.into_iter().zip(&mut made) {
-            if let Some(own) = of_point.get_mut(place) {
-                *own = made.take();
-            }
-        }
-        for (point, made) in missing.into_iter().zip(of_point) {
+        let mut made: Vec<(usize, Option<Made>)> = turns.into_iter().zip(made).collect();
+        made.sort_unstable_by_key(|(place, _)| *place);
+        for (point, (_, made)) in missing.into_iter().zip(made) {
             if made.is_some() {
                 self.order.push(point);
             }
