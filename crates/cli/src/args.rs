@@ -318,11 +318,14 @@ fn tokens_of_a_run(text: &str) -> Result<u64, String> {
     if tokens.is_finite() && (1.0..=1e18).contains(&tokens) { Ok(tokens as u64) } else { Err(wrong()) }
 }
 
+/// No device costs more dollars an hour.
+const MOST_DOLLARS: f64 = 1e9;
+
 /// A price.
 fn dollars(text: &str) -> Result<f64, String> {
     let price = text.trim().trim_start_matches('$').parse::<f64>().ok();
-    let price = price.filter(|price| price.is_finite() && *price >= 0.0);
-    price.ok_or_else(|| "write dollars an hour, for example 0.45".to_owned())
+    let price = price.filter(|price| (0.0..=MOST_DOLLARS).contains(price));
+    price.ok_or_else(|| format!("write dollars an hour, from 0 to {MOST_DOLLARS} a device, for example 0.45"))
 }
 
 #[derive(Debug, Args)]

@@ -22,6 +22,25 @@ const PLAIN: &str = r"
 /// Where an answer ends in a plain transcript.
 const PLAIN_STOP: &str = "\nUser:";
 
+/// Refuses a file of `--chat-template` that cannot be read.
+pub fn check(choice: Option<&str>) -> Result<(), Failure> {
+    match choice {
+        Some("plain") | None => Ok(()),
+        Some(path) => read(path).map(drop),
+    }
+}
+
+/// The source of a template in a file.
+fn read(path: &str) -> Result<String, Failure> {
+    if path.is_empty() {
+        return Err(Failure::usage(
+            "--chat-template is empty; name a Jinja file, or plain for a transcript of `User:` and `Assistant:`",
+        ));
+    }
+    ChatTemplate::read_source(Path::new(path))
+        .map_err(|e| Failure::usage(format!("--chat-template {path}: {e}")))
+}
+
 /// A template and what ends an answer in it.
 pub struct ChatFormat {
     pub template: ChatTemplate,
@@ -42,16 +61,7 @@ impl ChatFormat {
                     StopStrings::new(vec![PLAIN_STOP.to_owned()]).map_err(|e| Failure::other(e.to_string()))?;
                 tokenizer.chat_template_from(PLAIN, "--chat-template plain")?
             }
-            Some("") => {
-                return Err(Failure::usage(
-                    "--chat-template is empty; name a Jinja file, or plain for a transcript of `User:` and `Assistant:`",
-                ));
-            }
-            Some(path) => {
-                let source = ChatTemplate::read_source(Path::new(path))
-                    .map_err(|e| Failure::usage(format!("--chat-template {path}: {e}")))?;
-                tokenizer.chat_template_from(&source, path)?
-            }
+            Some(path) => tokenizer.chat_template_from(&read(path)?, path)?,
             None => tokenizer.chat_template(None)?.ok_or_else(|| {
                 Failure::usage(format!(
                     "{} has no chat template; give one with --chat-template FILE, or --chat-template plain for a transcript of `User:` and `Assistant:`",

@@ -98,11 +98,29 @@ failure_from! {
     SamplerError => USAGE,
     ModelError => OTHER,
     TokenizerError => OTHER,
-    ChatTemplateError => OTHER,
-    DataError => OTHER,
     SaveError => OTHER,
     serde_json::Error => OTHER,
     std::io::Error => OTHER,
+}
+
+impl From<ChatTemplateError> for Failure {
+    fn from(error: ChatTemplateError) -> Failure {
+        let exit_code = match error {
+            // Such a template is of no use whatever the messages are.
+            ChatTemplateError::Syntax { .. } => USAGE,
+            _ => OTHER,
+        };
+        Failure { message: error.to_string(), exit_code }
+    }
+}
+
+impl From<DataError> for Failure {
+    fn from(error: DataError) -> Failure {
+        match error {
+            DataError::ChatTemplate(error) => error.into(),
+            error => Failure::other(error.to_string()),
+        }
+    }
 }
 
 impl From<AnswerError> for Failure {
@@ -193,6 +211,7 @@ impl From<GenerateError> for Failure {
 impl From<ConversationError> for Failure {
     fn from(error: ConversationError) -> Failure {
         match error {
+            ConversationError::Template(error) => error.into(),
             error @ ConversationError::TooLong { .. } => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),
         }
@@ -215,6 +234,7 @@ impl From<TrainError> for Failure {
             TrainError::Device(error) => error.into(),
             TrainError::Config(error) => error.into(),
             TrainError::Origin(error) => error.into(),
+            TrainError::Data(error) => error.into(),
             TrainError::Disk(error @ (DiskError::OverBudget { .. } | DiskError::Full { .. })) => {
                 Failure::does_not_fit(format!("memory.disk_path: {error}"))
             }
@@ -228,6 +248,7 @@ impl From<TrainError> for Failure {
             error @ (TrainError::OutputInUse { .. }
             | TrainError::FolderTaken { .. }
             | TrainError::OtherOptimizer { .. }
+            | TrainError::OtherConfiguration { .. }
             | TrainError::Adapter(AdapterError::Layout(_))
             | TrainError::NotTheSameRun { .. }) => Failure::usage(error.to_string()),
             other => Failure::other(other.to_string()),

@@ -1,8 +1,12 @@
 //! The ranks that train together: started by this program, by mpirun or by SLURM.
 
+mod binding;
+
 use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::IsTerminal;
+#[cfg(unix)]
+use std::io::{ErrorKind, Read, Write};
 use std::path::PathBuf;
 #[cfg(unix)]
 use std::process::Child;
@@ -13,10 +17,13 @@ use std::sync::{
     atomic::{AtomicBool, AtomicI32, Ordering},
 };
 #[cfg(unix)]
+use std::thread::JoinHandle;
+#[cfg(unix)]
 use std::time::{Duration, Instant};
 
-use plimsoll_parallel::{Collectives, Communicator, Solo};
+use plimsoll_parallel::{Collectives, CommunicationError, Communicator, Solo};
 use plimsoll_plan::config::Started;
+use plimsoll_train::FileIdentity;
 #[cfg(unix)]
 use rustix::process::{Pid, Signal, kill_process};
 #[cfg(unix)]
@@ -25,8 +32,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::failure::Failure;
+use crate::output::errln;
 #[cfg(unix)]
 use crate::signals::heard;
+
+pub use binding::note as note_of_binding;
 
 /// How long mpirun may take to end behind the last rank.
 #[cfg(unix)]
@@ -49,6 +59,9 @@ const LAUNCHED: &str = "--launched";
 
 /// The variables by which launchers tell a process how many ranks there are.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+
+/// Those by which they tell it which of them it is.
+const PLACES: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
 
 /// This process among the ranks.
 pub enum Joined {
@@ -81,6 +94,22 @@ impl Joined {
 /// How many ranks a launcher has started, if one has started this process.
 fn launched() -> Option<u32> {
     SIZES.iter().find_map(|name| std::env::var(name).ok()?.parse().ok())
+}
+
+/// Whether a launcher has started this process with others.
+pub fn has_others() -> bool {
+    launched().is_some_and(|ranks| ranks > 1)
+}
+
+/// Whether this process is the first of those that a launcher has started, or alone: without a word to the others.
+pub fn is_first() -> bool {
+    let place = PLACES.iter().find_map(|name| std::env::var(name).ok()?.parse().ok());
+    !has_others() || place.is_none_or(|place: u32| place == 0)
+}
+
+/// Whether this process is to start the ranks and is none of them.
+pub fn starts(ranks: Option<u32>) -> bool {
+    ranks.is_some_and(|ranks| ranks > 1) && launched().is_none()
 }
 
 /// Joins the other ranks, where a launcher has started this process.
@@ -135,7 +164,7 @@ pub fn on_each_with(
         return if exit_code == 0 { Ok(()) } else { Err(Failure::stopped(exit_code)) };
     }
     let joined = join()?;
-    let outcome = work(joined.communicator());
+    let outcome = same_program(joined.communicator()).and_then(|()| work(joined.communicator()));
     if let Err(failure) = &outcome
         && !failure.is_silent()
     {
@@ -258,7 +287,12 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
 
     // A terminal's Ctrl-C would reach mpirun, too, which ends the ranks before they have saved.
     let mut signals = Signals::new(heard([SIGINT, SIGTERM, SIGHUP]))?;
+    if !std::io::stdout().is_terminal() {
+        // mpirun ends the ranks where nobody reads what they say.
+        mpirun.stdout(Stdio::piped());
+    }
     let mut child = mpirun.process_group(0).spawn()?;
+    let said = child.stdout.take().map(|said| std::thread::spawn(move || pass_on(said, std::io::stdout())));
     if let Some(mut lines) = child.stdin.take() {
         // It ends with the input, or with this process.
         std::thread::spawn(move || std::io::copy(&mut std::io::stdin().lock(), &mut lines));
@@ -302,7 +336,13 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     let (were_ended, ends) = (ended.load(Ordering::SeqCst), stopping != Stopping::Interrupted);
     let stopped = stopped.map(|by_signal| Stopped { by_signal, were_ended, ends });
     let code = match status? {
-        Some(status) => exit_code(status),
+        Some(status) => {
+            // What mpirun says ends with it.
+            match (exit_code(status), said.map(JoinHandle::join)) {
+                (0, Some(Ok(Err(error)))) => return Err(error),
+                (code, _) => code,
+            }
+        }
         // Its ranks were told while they joined each other.
         None if stopped.is_some() => TOLD,
         None => {
@@ -311,6 +351,31 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
         }
     };
     Ok(stopped.map_or(code, |stopped| stopped.exit_code(code)))
+}
+
+/// Writes what is read, each piece at once, to its end. Where whoever read has seen enough, or nothing can be written any more, the rest
+/// is read all the same: ranks go on to the end of their work as a process does that is alone.
+///
+/// # Errors
+/// It could not be written, for another reason than that nobody reads it.
+#[cfg(unix)]
+fn pass_on(mut from: impl Read, mut to: impl Write) -> std::io::Result<()> {
+    let mut piece = vec![0; 1 << 16];
+    let mut written = Ok(());
+    loop {
+        let length = match from.read(&mut piece) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            read => read?,
+        };
+        let Some(piece) = piece.get(..length).filter(|piece| !piece.is_empty()) else { break };
+        if written.is_ok() {
+            written = to.write_all(piece).and_then(|()| to.flush());
+        }
+    }
+    written.or_else(|error| match error.kind() {
+        ErrorKind::BrokenPipe => Ok(()),
+        _ => Err(std::io::Error::new(error.kind(), format!("could not write to standard output: {error}"))),
+    })
 }
 
 /// Waits until mpirun has ended, and does something meanwhile. Open MPI may hang where a rank was killed while it joined the others: mpirun
@@ -365,7 +430,7 @@ fn without_mpi(ranks: u32) -> Failure {
 }
 
 /// The name of this machine.
-fn host() -> String {
+pub fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
     name.map(|name| name.trim().to_owned()).unwrap_or_default()
 }
@@ -438,9 +503,54 @@ pub fn place_on_this_machine(ranks: &dyn Communicator) -> Result<u32, Failure> {
 
 /// The first rank that has `what` otherwise than this one, if any has.
 pub fn first_unlike(ranks: &dyn Communicator, what: &impl Hash) -> Result<Option<usize>, Failure> {
-    let own = fingerprint(what);
-    let all = ranks.gather_numbers(&[own]).map_err(|error| Failure::other(error.to_string()))?;
-    Ok(all.iter().position(|told| *told != [own]))
+    let unlike = ranks.first_unlike(ranks.rank(), &[fingerprint(what)]);
+    let unlike = unlike.map_err(|error| Failure::other(error.to_string()))?;
+    Ok(unlike.map(|(rank, _)| rank as usize))
+}
+
+/// What tells this build of the program from others of its version; nothing where it cannot be read.
+fn build() -> Option<FileIdentity> {
+    let path = if cfg!(target_os = "linux") { Ok("/proc/self/exe".into()) } else { std::env::current_exe() };
+    FileIdentity::of_all(&[path.ok()?]).ok()?.pop()
+}
+
+/// Whether all ranks run this version of the program: another one may do other steps, and speak otherwise. Another build of it is
+/// warned of, which may be the same program, made on each machine.
+fn same_program(ranks: &dyn Communicator) -> Result<(), Failure> {
+    if ranks.is_alone() {
+        return Ok(());
+    }
+    let failed = |error: CommunicationError| Failure::other(error.to_string());
+    let version = env!("CARGO_PKG_VERSION");
+    // By itself and before all else: what comes next may be another exchange in another version.
+    if let Some((rank, _)) = ranks.first_unlike(0, &[fingerprint(&version)]).map_err(failed)? {
+        let failure = Failure::other(format!(
+            "this machine has Plimsoll {version}, and rank 0 has another version: install the same one on every machine"
+        ));
+        if rank == ranks.rank() {
+            return Err(failure);
+        }
+        // That rank ends all.
+        ranks.gather_numbers(&[]).map_err(failed)?;
+        return Err(failure);
+    }
+    let build = build().map(|file| (file.bytes, file.hash));
+    let unlike = ranks.first_unlike(0, &[fingerprint(&build)]).map_err(failed)?;
+    if let Some((rank, _)) = unlike
+        && rank == ranks.rank()
+    {
+        errln!(
+            "warning: rank {rank} on {} runs another build of Plimsoll {version} than rank 0; results may differ, so copy the program from the machine of rank 0",
+            host()
+        );
+    }
+    Ok(())
+}
+
+/// A text of each rank, in their order, on the first one; nothing on the others.
+pub fn texts(ranks: &dyn Communicator, own: &str) -> Result<Vec<String>, Failure> {
+    let all = ranks.gather_bytes(own.as_bytes()).map_err(|error| Failure::other(error.to_string()))?;
+    Ok(all.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect())
 }
 
 /// Whether something is so on any rank.
@@ -511,5 +621,36 @@ mod mpi {
         let words = format!("error: rank {rank} on {}: {failure}\n", host());
         let _ = std::io::stderr().write_all(words.as_bytes());
         ranks.abort(i32::from(failure.exit_code()));
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    /// Takes one piece, and then refuses for a reason.
+    struct Refusing(usize, ErrorKind);
+
+    impl Write for Refusing {
+        fn write(&mut self, piece: &[u8]) -> std::io::Result<usize> {
+            self.0 += 1;
+            if self.0 > 1 { Err(self.1.into()) } else { Ok(piece.len()) }
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_ranks_say_is_read_to_its_end_whoever_reads_it() {
+        for (reason, is_wrong) in [(ErrorKind::BrokenPipe, false), (ErrorKind::StorageFull, true)] {
+            let (mut said, mut to) = (&[b'x'; 1 << 18][..], Refusing(0, reason));
+            assert_eq!(pass_on(&mut said, &mut to).is_err(), is_wrong, "{reason}");
+            assert_eq!((said.len(), to.0), (0, 2), "{reason}");
+        }
+        let mut all = Vec::new();
+        pass_on(&b"a line\nand more"[..], &mut all).unwrap();
+        assert_eq!(all, b"a line\nand more");
     }
 }

@@ -19,6 +19,7 @@ use crate::args::ConfigSource;
 use crate::card::{self, DeviceArgs};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
+use crate::output::errln;
 use crate::overhead::{Progress, measured_bytes, overhead_bytes};
 use crate::ranks;
 use crate::speeds::Speeds;
@@ -186,6 +187,9 @@ impl Engine {
         let engine = Engine::start(threads)?;
         let group = engine.hardware.memory.container.as_ref().map(|limit| limit.file.clone());
         let (here, of_group) = (ranks::of_this_machine(ranks)?, ranks::of_this_group(ranks, group)?);
+        if let Some(note) = ranks::note_of_binding(ranks, here, &engine.hardware.cpu, threads)? {
+            errln!("note: {note}");
+        }
         let opened = card::open(device, ranks)?;
         let (card, linked) = opened.map_or((None, false), |opened| (Some(opened.card), opened.linked));
         Ok(Engine { card, linked, all_ranks: ranks.size(), ranks: here, of_group, ..engine })

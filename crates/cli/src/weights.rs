@@ -1,11 +1,12 @@
 //! The weights that a command answers or measures with: a model's files, the type that each is kept in, and adapters.
 
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::Path;
 
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
-use plimsoll_model::adapter::{Adapter, AdapterSet};
+use plimsoll_model::adapter::{ADAPTER_CONFIG_NAME, Adapter, AdapterSet};
 use plimsoll_model::{
     AdapterLayout, BlockId, LoraPart, ModelFiles, ModelSpec, Parameter, Role, StoredWeights, Substitute,
     TypesByGroup,
@@ -179,9 +180,48 @@ impl Weights {
     }
 }
 
+/// Refuses what [`Weights::open`] would refuse, as far as that is seen at once: before ranks are started that would all say it. A model
+/// of the hub is fetched, without a word where `quiet`.
+pub fn check(args: &WeightArgs, purpose: &'static str, quiet: bool) -> Result<(), Failure> {
+    inference_precision(&args.dtype, args.quantize_activations)?;
+    let files = models::with_weights(&args.model, purpose, quiet)?;
+    quantized_types(args.quantize.as_deref(), files.spec())?;
+    folders_and_weights(&args.adapter).map(drop)
+}
+
 /// What `--adapter` says, once or several times.
+///
+/// # Errors
+/// A folder is not there, or is no adapter's; or a weight is none.
 pub fn folders_and_weights(given: &[String]) -> Result<Vec<(&Path, f32)>, Failure> {
-    given.iter().map(|text| folder_and_weight(text)).collect()
+    let mut all = Vec::with_capacity(given.len());
+    for text in given {
+        let (folder, weight) = folder_and_weight(text)?;
+        if let Some(fault) = no_adapter(folder) {
+            return Err(Failure::usage(format!(
+                "--adapter {}: {fault}; name an adapter's folder, as PEFT and training with lora leave one",
+                folder.display()
+            )));
+        }
+        all.push((folder, weight));
+    }
+    Ok(all)
+}
+
+/// Why a path is no adapter's, where that is seen from outside.
+fn no_adapter(folder: &Path) -> Option<String> {
+    match std::fs::metadata(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Some("there is no such folder".to_owned()),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => {
+            Some("it lies below a file, not a folder".to_owned())
+        }
+        Ok(found) if !found.is_dir() => Some("it is a file, not a folder".to_owned()),
+        Ok(_) if matches!(folder.join(ADAPTER_CONFIG_NAME).try_exists(), Ok(false)) => {
+            Some(format!("there is no {ADAPTER_CONFIG_NAME} in it"))
+        }
+        // What else the system refuses is said where the files are opened.
+        _ => None,
+    }
 }
 
 /// `DIR` or `DIR=WEIGHT`.
@@ -233,5 +273,28 @@ mod tests {
         assert_eq!(weighted(&text(&odd, "")), (plain.as_path(), 2.0));
         std::fs::create_dir(&odd).unwrap();
         assert_eq!(weighted(&text(&odd, "")), (odd.as_path(), 1.0));
+    }
+
+    #[test]
+    fn a_path_that_is_no_adapters_is_bad_usage() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("file"), "").unwrap();
+        std::fs::create_dir(at("empty")).unwrap();
+        std::fs::create_dir(at("adapter")).unwrap();
+        std::fs::write(at("adapter").join(ADAPTER_CONFIG_NAME), "{}").unwrap();
+        let given = |name: &str| [format!("{}=0.5", at(name).display())];
+        for (name, words) in [
+            ("none", "there is no such folder"),
+            ("file", "it is a file"),
+            ("file/below", "it lies below a file"),
+            ("empty", "there is no adapter_config.json in it"),
+        ] {
+            let failure = folders_and_weights(&given(name)).unwrap_err();
+            assert_eq!(failure.exit_code(), crate::failure::USAGE, "{failure}");
+            let named = format!("--adapter {}: {words}", at(name).display());
+            assert!(failure.to_string().starts_with(&named), "{failure}");
+        }
+        assert_eq!(folders_and_weights(&given("adapter")).unwrap(), [(at("adapter").as_path(), 0.5)]);
     }
 }

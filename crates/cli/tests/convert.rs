@@ -287,7 +287,7 @@ fn an_adapter_is_merged() {
     assert!((merged - base).abs() > 1e-4, "the adapter changes nothing: {merged}");
     assert!((merged - loss(folder, "merged.gguf", &[])).abs() < 1e-5);
     let refused = plimsoll(folder, &["merge", "--model", "out", "--adapter", "out", "--output", "none"]);
-    assert_eq!(refused.status.code(), Some(1));
+    assert_eq!(refused.status.code(), Some(2));
     assert!(text(&refused.stderr).contains("adapter_config.json"), "{}", text(&refused.stderr));
 }
 

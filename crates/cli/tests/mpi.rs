@@ -356,6 +356,69 @@ mod over_mpi {
         }
     }
 
+    /// So many ranks of Open MPI's own launcher; `None` where that is another's.
+    fn mpirun(folder: &Path, ranks: &str, bound_to: &str, arguments: &[&str]) -> Option<Output> {
+        let version = Command::new("mpirun").arg("--version").output().unwrap();
+        if !said(&version).contains("Open MPI") {
+            return None;
+        }
+        let mut command = Command::new("mpirun");
+        command.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+        command.args(["--allow-run-as-root", "--oversubscribe", "-n", ranks, "--bind-to", bound_to]);
+        let output = command.arg(env!("CARGO_BIN_EXE_plimsoll")).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        Some(output)
+    }
+
+    /// A launcher that binds a rank to one core of many says nothing of it.
+    #[test]
+    fn a_rank_that_is_bound_to_too_few_cores_is_told_of() {
+        let cores = std::thread::available_parallelism().unwrap().get();
+        let folder = folder();
+        let folder = folder.path();
+        let note = |bound_to: &str, more: &[&str]| {
+            let short = ["train", "c.yaml", "--set", "training.steps=1", "--set", "output.save_steps=0"];
+            let output = mpirun(folder, "1", bound_to, &[&short, more].concat())?;
+            let words = String::from_utf8_lossy(&output.stderr).into_owned();
+            Some(words.matches("rank 0 is bound to 1 of").count())
+        };
+        let Some(bound) = note("hwthread", &["--set", "output.dir=bound"]) else { return };
+        assert_eq!(bound, usize::from(cores > 1));
+        assert_eq!(note("hwthread", &["--set", "output.dir=told", "--threads", "1"]), Some(0));
+        assert_eq!(note("none", &["--set", "output.dir=free"]), Some(0));
+    }
+
+    /// The first rank speaks for all of what they see of their machines, and alone of a plan.
+    #[test]
+    fn ranks_show_their_machines_and_a_plan_once() {
+        let folder = folder();
+        let folder = folder.path();
+        let Some(output) = mpirun(folder, "2", "none", &["doctor"]) else { return };
+        let table = String::from_utf8_lossy(&output.stdout).into_owned();
+        let first: Vec<&str> = table.lines().filter_map(|line| line.split_whitespace().next()).collect();
+        assert_eq!(first, ["rank", "0", "1"], "{table}");
+        let output = mpirun(folder, "2", "none", &["doctor", "--json"]).unwrap();
+        let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(document["ranks"][1]["rank"], 1);
+        let output = mpirun(folder, "2", "none", &["plan", "c.yaml", "--ranks", "2", "--json"]).unwrap();
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(plan["fits"], true, "{plan}");
+    }
+
+    /// Whoever reads what ranks say may stop to: they train on to the end, as one process does.
+    #[test]
+    fn ranks_whose_words_nobody_reads_go_on() {
+        let folder = folder();
+        let folder = folder.path();
+        let more = ["--ranks", "2", "--set", "training.steps=200", "--set", "output.save_steps=0"];
+        let mut run = train(folder, "out", &more).stdout(Stdio::piped()).spawn().unwrap();
+        drop(run.stdout.take());
+        assert!(run.wait().unwrap().success());
+        let report = std::fs::read(folder.join("out/report.json")).unwrap();
+        let report: Value = serde_json::from_slice(&report).unwrap();
+        assert_eq!((&report["finished"], &report["steps"]), (&true.into(), &200.into()));
+    }
+
     /// The first rank reads the lines, and the others compute with it.
     #[test]
     fn a_chat_over_ranks_is_the_chat_of_one() {
@@ -556,6 +619,60 @@ mod over_mpi {
         signal("-HUP", run.id());
         let output = run.wait_with_output().unwrap();
         assert!(output.status.success(), "{:?} {}", output.status, said(&output));
+    }
+
+    /// Two ranks with words of their own, as on two machines that share no folder.
+    fn each_with(folder: &Path, first: &[&str], second: &[&str]) -> Output {
+        let mut run = Command::new("mpirun");
+        run.env("XDG_CACHE_HOME", env!("CARGO_TARGET_TMPDIR")).current_dir(folder);
+        run.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root", "-n", "1"]);
+        run.args([env!("CARGO_BIN_EXE_plimsoll"), "train", "c.yaml"]).args(first);
+        run.args([":", "-n", "1", env!("CARGO_BIN_EXE_plimsoll"), "train", "c.yaml"]).args(second);
+        run.output().unwrap()
+    }
+
+    /// The rank that is unlike rank 0 says so, once, with its machine, and no rank leaves a folder.
+    #[test]
+    fn ranks_that_are_not_alike_are_told_before_they_train() {
+        let folder = folder();
+        let folder = folder.path();
+        for (set, code, words) in [
+            ("training.seed=7", 2, "training.seed is 7 here and"),
+            ("data.sequence_length=8", 2, "data.sequence_length is 8 here and 16 on rank 0"),
+            (
+                "model.from_scratch.hidden_size=48",
+                2,
+                "model.from_scratch.hidden_size is 48 here and 32 on rank 0",
+            ),
+            ("data.train=other.txt", 1, "data.train is other data here than on rank 0"),
+        ] {
+            std::fs::write(folder.join("other.txt"), "something else ".repeat(200)).unwrap();
+            let first = ["--set", "output.dir=first/out"];
+            let output = each_with(folder, &first, &["--set", "output.dir=second/out", "--set", set]);
+            let said = said(&output);
+            assert_eq!(output.status.code(), Some(code), "{said}");
+            assert!(said.contains(words) && said.contains("error: rank 1 on "), "{said}");
+            assert_eq!(said.matches("error: rank").count(), 1, "{said}");
+            assert!(!folder.join("first").exists() && !folder.join("second").exists(), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_folder_of_its_own_is_enough_for_each_machine() {
+        let folder = folder();
+        let folder = folder.path();
+        let tokenizer = ["--set", "model.from_scratch.tokenizer={train: bpe, vocab_size: 280}"];
+        let with = |out: &'static str| [&tokenizer[..], &["--set", out]].concat();
+        let output = each_with(folder, &with("output.dir=first"), &with("output.dir=second/out"));
+        assert!(output.status.success(), "{}", said(&output));
+        assert!(!folder.join("second").exists());
+        ok(folder, "one", &[&["--ranks", "2"], &tokenizer[..]].concat());
+        assert_eq!(model(folder, "first"), model(folder, "one"));
+        let report = std::fs::read(folder.join("first/report.json")).unwrap();
+        let report: Value = serde_json::from_slice(&report).unwrap();
+        let ranks = report["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len(), 2);
+        assert!(!cfg!(target_os = "linux") || ranks.iter().all(|rank| rank["host"].is_string()), "{report}");
     }
 
     #[test]

@@ -132,6 +132,7 @@ fn a_machine_that_was_calibrated_is_planned_for_here_and_elsewhere() {
     assert!(found["disk"]["read"].as_f64().unwrap() > 1e6, "{found}");
     let doctor = json(&run(&["doctor", "--json"]));
     assert_eq!(doctor["rates"], found["rates"]);
+    assert_eq!(doctor["mpi"]["built_in"], cfg!(feature = "mpi"));
     let plan =
         |more: &[&str]| json(&run(&[&["plan", "c.yaml", "--memory", "256MiB", "--json"], more].concat()));
     let (here, elsewhere) = (plan(&[]), plan(&["--hardware", "here.yaml"]));
@@ -284,7 +285,10 @@ fn machines_are_compared_with_their_hours_and_dollars() {
         (&["--compare", "toaster"], 2, "error: hardware \"toaster\": there is no such device"),
         (&["--compare", "8xh100", "--ranks", "3"], 2, "error: --ranks 3: 8xh100 has 8 devices"),
         (&["--tokens", "many"], 2, "300M, 15B"),
-        (&["--price", "-1"], 2, "dollars an hour"),
+        (&["--price", "-1"], 2, "'--price <DOLLARS>': write dollars an hour"),
+        (&["--price", "NaN"], 2, "dollars an hour"),
+        (&["--price", "inf"], 2, "dollars an hour"),
+        (&["--price", "1e300"], 2, "from 0 to 1000000000"),
         (&["--host-memory", "1GiB"], 2, "--hardware or --compare"),
         (&["--memory", "64MiB", "--find", "batch_size"], 3, "no batch size fits"),
     ] {

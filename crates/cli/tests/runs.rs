@@ -197,6 +197,23 @@ fn a_run_that_was_killed_before_its_first_checkpoint_begins_anew() {
 }
 
 #[test]
+fn a_warm_up_that_is_longer_than_the_run_is_noted() {
+    let folder = folder();
+    let longer = ["c.yaml", "--set", "training.warmup_steps=100"];
+    let said = |command: &[&str]| {
+        let output = plimsoll(folder.path(), &[command, &longer].concat());
+        assert!(output.status.success(), "{command:?}: {}", text(&output.stderr));
+        let note = |said: &[u8]| text(said).contains("note: training.warmup_steps is 100");
+        (note(&output.stdout), note(&output.stderr))
+    };
+    assert_eq!(said(&["plan"]), (true, false));
+    assert_eq!(said(&["plan", "--json"]), (false, true));
+    assert_eq!(said(&["train"]), (true, false));
+    assert_eq!(said(&["train", "--json", "--set", "output.dir=again"]), (false, true));
+    assert!(!ok(folder.path(), &["plan", "c.yaml", "--set", "training.warmup_steps=1"]).contains("note: "));
+}
+
+#[test]
 fn what_fails_before_it_begins_leaves_nothing() {
     let folder = folder();
     std::fs::write(folder.path().join("short.txt"), "short").unwrap();

@@ -95,6 +95,14 @@ fn weights_that_have_to_be_converted_need_room_on_the_disk() {
     assert_eq!(resident["tokens"], streamed["tokens"]);
     assert!(streamed["streaming"]["spilled_bytes"].as_u64().unwrap() > 0, "{streamed}");
 
+    // A folder that was not there goes again, however the program ends.
+    let elsewhere = [&LIMITED_QUANTIZED[..4], &["--disk-path", "new/below"]].concat();
+    assert_eq!(document(&run(&elsewhere))["tokens"], resident["tokens"]);
+    assert!(!folder.path().join("new").exists());
+    let over = run(&[&elsewhere[..], &["--disk-budget", "100KiB"]].concat());
+    assert_eq!(over.status.code(), Some(3), "{}", text(&over.stderr));
+    assert!(!folder.path().join("new").exists());
+
     let over = run(&[&LIMITED_QUANTIZED[..], &["--disk-budget", "100KiB"]].concat());
     assert_eq!(over.status.code(), Some(3), "{}", text(&over.stderr));
     assert!(text(&over.stderr).contains("raise the disk budget"), "{}", text(&over.stderr));

@@ -350,6 +350,67 @@ fn commands_change_the_conversation() {
 }
 
 #[test]
+fn what_was_taken_back_is_not_counted() {
+    let folder = folder();
+    let input = "one\n/tokens\ntwo\n/save talk.json\n/undo\n/tokens\n/undo\n/tokens\n/system\n/tokens\n/load talk.json\n/tokens\nsix\n/tokens\n";
+    let said = lines(&ok(folder.path(), &chat(&["--system", "S", "--json", ONLY_A]), input));
+    let counted: Vec<(u64, u64)> = (said.iter())
+        .filter_map(|line| Some((line["cached_tokens"].as_u64()?, line["turns"].as_u64()?)))
+        .collect();
+    // The last token of an answer is not computed unless something follows it.
+    let (system, one) = ("s:S;".len() as u64, "s:S;u:one;a:AAAA;".len() as u64);
+    let all = "s:S;u:one;a:AAAA;u:two;a:AAAA;u:six;a:AAA".len() as u64;
+    let loaded = "s:S;u:one;a:AAAA;u:two;a:AAA".len() as u64;
+    assert_eq!(counted, [(one - 2, 1), (one, 1), (system, 0), (0, 0), (loaded, 2), (all, 3)]);
+}
+
+#[test]
+fn adapters_and_templates_that_are_none_are_bad_usage() {
+    let folder = folder();
+    let path = folder.path();
+    std::fs::write(path.join("bad.jinja"), "{% if %}").unwrap();
+    let eval = |more: &[&'static str]| with(&["eval", "--model", "out", "--threads", "1"], more);
+    let say = ["--prompt", "x"];
+    for (arguments, words) in [
+        (eval(&["--data", "text.txt", "--adapter", "none"]), "--adapter none: there is no such folder"),
+        (generate(&with(&say, &["--adapter", "text.txt=2"])), "--adapter text.txt: it is a file"),
+        (chat(&["--adapter", "out"]), "--adapter out: there is no adapter_config.json"),
+        (
+            vec!["merge", "--model", "out", "--adapter", "none", "--output", "merged"],
+            "--adapter none: there is no such folder",
+        ),
+        (chat(&["--chat-template", "bad.jinja"]), "bad.jinja: chat template, line 1"),
+        (generate(&with(&say, &["--chat", "--chat-template", "bad.jinja"])), "line 1"),
+    ] {
+        let error = fails(path, 2, &arguments, "");
+        assert!(error.contains(words), "{arguments:?}: {error}");
+    }
+    // The same of a model's own template.
+    std::fs::write(path.join("out/chat_template.jinja"), "{% if %}").unwrap();
+    assert!(fails(path, 2, &chat(&[]), "").contains("out/chat_template.jinja: chat template, line 1"));
+}
+
+/// A program that has no MPI refuses ranks, and so what is said before that is said before any has started.
+#[test]
+fn what_is_wrong_on_every_rank_is_said_once_and_before_they_start() {
+    let folder = folder();
+    let path = folder.path();
+    for (arguments, words) in [
+        (vec!["generate", "--model", "none", "--prompt", "x"], "none: there is no such file or folder"),
+        (generate(&["--prompt", "x", "--adapter", "none"]), "--adapter none: "),
+        (generate(&["--prompts", "none.txt"]), "--prompts none.txt: "),
+        (generate(&["--prompt", "-"]), "standard input reaches one rank"),
+        (generate(&["--prompt", "x", "--chat", "--chat-template", "no.jinja"]), "--chat-template no.jinja: "),
+        (vec!["eval", "--model", "none", "--data", "text.txt"], "none: there is no such file or folder"),
+        (vec!["chat", "--model", "none"], "none: there is no such file or folder"),
+    ] {
+        let error = fails(path, 2, &with(&arguments, &["--ranks", "2"]), "");
+        assert!(error.starts_with("error: ") && error.contains(words), "{arguments:?}: {error}");
+        assert_eq!((error.matches("error: ").count(), error.contains("rank 1")), (1, false), "{error}");
+    }
+}
+
+#[test]
 fn a_full_context_drops_the_oldest_turns_and_says_so() {
     let folder = folder();
     let input = "a question of some length\n".repeat(5);

@@ -147,6 +147,16 @@ pub enum DataError {
         /// The file, or the first of several.
         path: PathBuf,
     },
+    /// A text in which nothing can be predicted.
+    #[error(
+        "{}: too few tokens: {tokens} found, and at least 2 are needed, for the first is context; add text", path.display()
+    )]
+    TooFewTokens {
+        /// The file, or the first of several.
+        path: PathBuf,
+        /// Tokens in all.
+        tokens: usize,
+    },
     /// Less text than one sequence.
     #[error(
         "{key}: {files}: {tokens} tokens, fewer than one sequence of {sequence_length}; {}", shorter(key, *tokens)

@@ -41,11 +41,13 @@ impl EvalWindows {
         };
         let left_out =
             documents::tokens(&files, text_field, BUFFER_BYTES, max_invalid_share, tokenizer, append)?;
+        let (found, path) = (tokens.len(), path.to_owned());
         let windows = EvalWindows { left_out, ..EvalWindows::new(tokens, length) };
-        if windows.is_empty() {
-            return Err(DataError::Empty { path: path.to_owned() });
+        match (windows.is_empty(), found) {
+            (false, _) => Ok(windows),
+            (true, 0) => Err(DataError::Empty { path }),
+            (true, tokens) => Err(DataError::TooFewTokens { path, tokens }),
         }
-        Ok(windows)
     }
 
     /// Windows of `length` tokens, at least 2.
@@ -103,5 +105,19 @@ mod tests {
         check(3, 4, &[3]);
         check(1, 4, &[]);
         check(0, 4, &[]);
+    }
+
+    #[test]
+    fn a_single_token_is_too_few() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data.txt");
+        let refused = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let read = EvalWindows::read(&path, "text", 0.0, &Tokenizer::byte_level().unwrap(), 8);
+            read.map(|windows| windows.len()).unwrap_err().to_string()
+        };
+        let one = refused("a");
+        assert!(one.contains("too few tokens: 1 found, and at least 2 are needed"), "{one}");
+        assert!(refused("").contains("there is no text in it"));
     }
 }

@@ -136,6 +136,8 @@ impl<'a> Batch<'a> {
             while queue.front().is_some_and(|next| self.has_room_for(next, &running)) {
                 let place = free_place(&running);
                 let Some(next) = queue.pop_front() else { break };
+                // With the one whose prompt is read, which may end with its first token.
+                summary.at_once = summary.at_once.max(running.len() + 1);
                 match self.begin(place, next)? {
                     Begun::Goes(own) => running.push(own),
                     Begun::Ended(own, reason) => {
@@ -143,7 +145,6 @@ impl<'a> Batch<'a> {
                         end(own, reason, &mut summary)?;
                     }
                 }
-                summary.at_once = summary.at_once.max(running.len());
             }
             if running.is_empty() {
                 break;

@@ -318,6 +318,16 @@ fn prompts_that_are_answered_at_once_have_the_answers_that_they_have_alone() {
     }
 }
 
+/// A prompt whose first token ends its answer was answered all the same.
+#[test]
+fn answers_of_one_token_are_one_at_a_time() {
+    let settings = DecodeSettings { sequences: 4, ..SETTINGS };
+    let prompts = [bytes("ab"), bytes("cd"), bytes("ef")];
+    let (all, summary) = answers(settings, spec(), &prompts, &limits(1));
+    assert!(all.iter().all(|one| one.tokens.len() == 1));
+    assert_eq!((summary.at_once, summary.tokens, summary.passes), (1, 3, 0), "{summary:?}");
+}
+
 /// Whatever chooses the token: no answer is made of what is no number.
 #[test]
 fn logits_that_are_not_finite_are_an_error() {

@@ -265,6 +265,11 @@ impl ModelFiles {
 }
 
 impl WeightSource {
+    /// The files that have the weights.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(FileMap::path)
+    }
+
     /// How a parameter is stored.
     pub fn stored_dtype(&self, parameter: &Parameter) -> Result<DType, ModelError> {
         Ok(self.place(parameter)?.dtype())

@@ -36,6 +36,37 @@ pub trait Collectives: Communicator {
         Ok(received)
     }
 
+    /// What every rank has, on the first one; nothing on the others.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    fn gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommunicationError> {
+        let lengths = self.gather_numbers(&[own.len() as f64])?;
+        if self.rank() != 0 {
+            self.send_bytes(0, own)?;
+            return Ok(Vec::new());
+        }
+        let mut all = vec![own.to_vec()];
+        for (from, length) in (0..self.size()).zip(&lengths).skip(1) {
+            let mut received = vec![0; length.first().map_or(0, |length| *length as usize)];
+            self.receive_bytes(from, &mut received)?;
+            all.push(received);
+        }
+        Ok(all)
+    }
+
+    /// The first rank that has one of some numbers otherwise than rank `than`, and which of them. All ranks bring as many. They are
+    /// compared as numbers: what cannot be one is told by a fingerprint of 52 bits.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    fn first_unlike(&self, than: u32, own: &[f64]) -> Result<Option<(u32, usize)>, CommunicationError> {
+        let all = self.gather_numbers(own)?;
+        let Some(known) = all.get(than as usize) else { return Ok(None) };
+        let unlike = |told: &Vec<f64>| told.iter().zip(known).position(|(told, known)| told != known);
+        Ok((0..).zip(&all).find_map(|(rank, told)| Some((rank, unlike(told)?))))
+    }
+
     /// Whether something is so on any rank.
     ///
     /// # Errors
@@ -54,3 +85,35 @@ pub trait Collectives: Communicator {
 }
 
 impl<C: Communicator + ?Sized> Collectives for C {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ThreadRank, Wired, thread_ranks};
+
+    /// What each of three ranks gets.
+    fn on_three<R: Send>(work: impl Fn(&dyn Communicator) -> R + Sync) -> Vec<R> {
+        let work = &work;
+        std::thread::scope(|scope| {
+            let start = |rank: ThreadRank| scope.spawn(move || work(&Wired::new(rank).unwrap()));
+            let threads: Vec<_> = thread_ranks(3).into_iter().map(start).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn the_first_rank_that_is_unlike_another_is_known_to_all() {
+        let told = |ranks: &dyn Communicator| [1.0, f64::from(ranks.rank() / 2)];
+        let than = |than: u32| on_three(move |ranks| ranks.first_unlike(than, &told(ranks)).unwrap());
+        assert_eq!(than(0), [Some((2, 1)); 3]);
+        assert_eq!(than(2), [Some((0, 1)); 3]);
+        assert_eq!(on_three(|ranks| ranks.first_unlike(0, &[7.0]).unwrap()), [None; 3]);
+        assert_eq!(on_three(|ranks| ranks.first_unlike(0, &[]).unwrap()), [None; 3]);
+    }
+
+    #[test]
+    fn bytes_of_all_come_to_the_first_rank() {
+        let all = on_three(|ranks| ranks.gather_bytes(&vec![7; ranks.rank() as usize * 2]).unwrap());
+        assert_eq!(all, [vec![vec![], vec![7; 2], vec![7; 4]], vec![], vec![]]);
+    }
+}

@@ -336,8 +336,7 @@ impl Question<'_> {
         let said = training.batch_size().set().is_some()
             || training.gradient_accumulation_steps().set().is_some()
                 && training.effective_batch_size.is_some();
-        let effective = choice.sequences();
-        let sets = one_at_a_time(effective);
+        let sets = one_at_a_time(choice);
         (said && choice.settings.batch_size > 1).then(|| single("one sequence at a time", sets))
     }
 
@@ -406,7 +405,7 @@ impl Question<'_> {
             return None;
         }
         let chunk = length.div_ceil(CHUNKS).next_multiple_of(CHUNK);
-        let mut sets = one_at_a_time(choice.sequences());
+        let mut sets = one_at_a_time(choice);
         if training.gradient_checkpointing().set().is_some() {
             sets.push(set("training.gradient_checkpointing", "full"));
         }
@@ -454,8 +453,7 @@ impl Question<'_> {
 
     /// What leads to the least memory, by the user's method and by those that need less.
     fn lightest_changes(&self, choice: &Choice) -> Vec<Vec<String>> {
-        let effective = choice.sequences();
-        let mut common = one_at_a_time(effective);
+        let mut common = one_at_a_time(choice);
         common.push(set("training.gradient_checkpointing", "auto"));
         common.push(set(
             "memory.offload",
@@ -499,12 +497,14 @@ fn go_together(one: &Alternative, other: &Alternative) -> bool {
     !one.change.iter().any(against)
 }
 
-fn one_at_a_time(effective: u64) -> Vec<String> {
-    let accumulation = effective.to_string();
+/// Micro-batches of one sequence, and as many of them as the step has sequences: each rank takes its part of those.
+fn one_at_a_time(choice: &Choice) -> Vec<String> {
+    let effective = choice.sequences();
+    let own = effective / u64::from(choice.settings.ranks.mesh.data).max(1);
     vec![
         set("training.batch_size", "1"),
-        set("training.gradient_accumulation_steps", &accumulation),
-        set("training.effective_batch_size", &accumulation),
+        set("training.gradient_accumulation_steps", &own.to_string()),
+        set("training.effective_batch_size", &effective.to_string()),
     ]
 }
 

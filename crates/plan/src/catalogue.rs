@@ -26,7 +26,7 @@ const MOST: u64 = 65_536;
 #[derive(Debug, thiserror::Error)]
 pub enum CatalogueError {
     /// No device and no machine has the name.
-    #[error("hardware {name:?}: there is no such device{}; plimsoll hardware lists them, and a .yaml file describes any other", plimsoll_model::catalogue::did_you_mean(.near))]
+    #[error("hardware {name:?}: there is no such device; plimsoll hardware lists them, and a .yaml file describes any other{}", plimsoll_model::catalogue::did_you_mean(.near))]
     Unknown {
         /// What was asked for.
         name: String,

@@ -49,7 +49,7 @@ pub use data::{ColumnsConfig, DataConfig, DataFormat, TrainOn, Truncation};
 pub use division::Started;
 pub use dynamic_batching::DynamicBatching;
 pub use error::{ConfigError, ConflictingKey};
-pub use imported::{ForeignFile, ForeignKey, Imported, NAMED_FILES};
+pub use imported::{ACCELERATE, DEEPSPEED, ForeignFile, ForeignKey, Imported, NAMED_FILES, SixteenBits};
 pub use keys::keys;
 pub use load::Override;
 pub use lora::{LoraBias, LoraInit, LoraOptions, Names, Patterns, Quantization, Targets};

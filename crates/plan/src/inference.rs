@@ -85,6 +85,11 @@ pub struct InferencePlan {
     pub changes: Vec<InferenceChange>,
 }
 
+/// The narrowest of these types of a cache.
+fn narrowest(caches: impl IntoIterator<Item = DType>) -> Option<DType> {
+    caches.into_iter().max_by_key(|dtype| CACHES.iter().position(|known| known == dtype))
+}
+
 /// A file as a catalogue's model would have it: its matrices in these types, one behind the other.
 fn imagined_file(spec: &ModelSpec, types: &dyn Fn(&Parameter) -> DType) -> StoredWeights {
     let mut end = 0;
@@ -103,7 +108,7 @@ impl InferenceQuestion<'_> {
     /// # Errors
     /// The model cannot be run so.
     pub fn plan(&self) -> Result<InferencePlan, StepError> {
-        let plan = self.answer()?;
+        let plan = self.settled()?.answer()?;
         let changes = changes::of(self, &plan)?;
         Ok(InferencePlan { changes, ..plan })
     }
@@ -118,8 +123,7 @@ impl InferenceQuestion<'_> {
             // All have passes of as many tokens, and caches of one type.
             let settings = || stages.iter().map(|stage| stage.generation.settings);
             let tokens = settings().map(|own| own.prompt_chunk_tokens).min().unwrap_or(1);
-            let place = |dtype: DType| CACHES.iter().position(|known| *known == dtype);
-            let cache = settings().map(|own| own.cache).max_by_key(|dtype| place(*dtype));
+            let cache = narrowest(settings().map(|own| own.cache));
             shortages.clear();
             stages = self.stages(cache.map(|cache| (tokens, cache)), &mut shortages)?;
         }
@@ -148,6 +152,23 @@ impl InferenceQuestion<'_> {
             shortages,
             changes: Vec::new(),
         })
+    }
+
+    /// The same with the cache that one sequence has: `generate` has that type however many are answered at once, so that their number
+    /// changes no token.
+    fn settled(&self) -> Result<Self, StepError> {
+        if self.sequences < 2 || self.cache.is_some() {
+            return Ok(*self);
+        }
+        let one = InferenceQuestion { sequences: 1, ..*self };
+        let cache_of = |rank| {
+            let cache = |request: &GenerationRequest<'_>| {
+                planned(request, self.context).map(|(plan, _)| plan.settings.cache)
+            };
+            one.with_request(&self.part(rank), None, cache)
+        };
+        let caches: Vec<DType> = (0..self.ranks.max(1)).map(cache_of).collect::<Result<_, _>>()?;
+        Ok(InferenceQuestion { cache: narrowest(caches), ..*self })
     }
 
     /// A prompt that leaves room for a token.
@@ -299,6 +320,11 @@ impl InferencePlan {
     /// The device that takes most.
     pub fn largest(&self) -> Option<&InferenceStage> {
         self.stages.iter().rev().max_by_key(|stage| stage.generation.dry_run.peak_bytes())
+    }
+
+    /// The type of the caches.
+    pub fn cache(&self) -> Option<DType> {
+        self.stages.first().map(|stage| stage.generation.settings.cache)
     }
 
     /// Whether all weights and the cache are on the device.

@@ -1,7 +1,7 @@
 //! What a plan says when it does not fit: each suggestion, applied as it is said, fits, and what is called the least is.
 
 use plimsoll_model::{ModelSpec, catalogue};
-use plimsoll_plan::config::{Method, RawConfig};
+use plimsoll_plan::config::{Method, RawConfig, Started};
 use plimsoll_plan::{Alternative, Extent, Machine, ProcessLimits, Rates, Resource, TrainingPlan};
 
 fn spec() -> ModelSpec {
@@ -66,7 +66,8 @@ fn whatever_a_refusal_suggests_fits_when_it_is_applied() {
     let home =
         "memory.offload={optimizer: device, gradients: device, activations: device, parameters: device}";
     let line = needs_disk();
-    let cases: [(u64, u64, &[&str]); 10] = [
+    let two = "parallel.data_parallel=2";
+    let cases: [(u64, u64, &[&str]); 12] = [
         (line, 1 << 40, &["memory.disk_budget=0"]),
         (line, 20 * MIB, &[]),
         (70, 0, &[]),
@@ -76,6 +77,9 @@ fn whatever_a_refusal_suggests_fits_when_it_is_applied() {
         (160, 1 << 40, &[on_host, "memory.host_budget=1MiB"]),
         (40, 1 << 40, &[on_host]),
         (20, 0, &["training.method=lora", "training.batch_size=4"]),
+        // Each rank takes its part of the batch.
+        (4, 1 << 40, &[two]),
+        (4, 1 << 40, &[two, "training.batch_size=2", "training.effective_batch_size=8"]),
         (
             80,
             4096,
@@ -492,6 +496,17 @@ fn the_least_is_named_for_the_method_and_for_those_that_need_less() {
         ],
     );
     assert!(qlora.refusal.unwrap().least.is_empty());
+}
+
+/// Each rank takes its part of the batch, also where the planner divides the ranks.
+#[test]
+fn the_least_is_named_where_the_planner_divides_the_ranks() {
+    let raw = config(4 * MIB, &["parallel.tensor_parallel=auto", "training.effective_batch_size=4"]);
+    let raw = raw.on_ranks(Started { ranks: 2, of_each_machine: None }).unwrap();
+    let least = plan(&raw, &machine(1 << 40)).refusal.unwrap().least;
+    let methods: Vec<Method> = least.iter().map(|least| least.method).collect();
+    assert_eq!(methods, [Method::Full, Method::Lora, Method::Qlora]);
+    assert!(least[0].change.contains(&"training.gradient_accumulation_steps=2".to_owned()));
 }
 
 /// Every method and optimizer under lines from next to nothing to almost enough: what is suggested fits, applied as it is said, and

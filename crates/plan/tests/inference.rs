@@ -262,6 +262,25 @@ fn each_suggestion_fits_when_it_is_applied() {
     assert_eq!(flags, ["--context", "--kv-cache", "--parallel", "--quantize"]);
 }
 
+/// The number of sequences narrows no cache: `generate` has the type that one has. What a narrower one would do is said.
+#[test]
+fn sequences_have_the_cache_that_one_has() {
+    let config = RawConfig::default();
+    let origin = ModelOrigin::Catalogue(Box::new(catalogue::find("smollm2-135m").unwrap()));
+    let ask = |machine: &Machine, sequences| {
+        let question = question(&origin, &config, machine);
+        InferenceQuestion { cache: None, context: 2048, sequences, ..question }.plan().unwrap()
+    };
+    let all = ask(&machine(1 << 40, Some(0)), 24);
+    assert_eq!((all.cache(), all.is_all_on_device()), (Some(DType::F16), true));
+    let less = machine(all.stages[0].generation.dry_run.peak_bytes() - (64 << 20), Some(0));
+    let (one, many) = (ask(&less, 1), ask(&less, 24));
+    assert_eq!((one.cache(), many.cache()), (Some(DType::F16), Some(DType::F16)));
+    assert!(one.is_all_on_device() && !many.is_all_on_device());
+    let change = many.changes.iter().find(|change| change.flag == "--kv-cache").unwrap();
+    assert_eq!((change.value.as_str(), change.all_on_device), ("int8", true));
+}
+
 /// Layers are divided among devices; all have passes of as many tokens and caches of one type.
 #[test]
 fn devices_have_the_layers_one_after_the_other() {

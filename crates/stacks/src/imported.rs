@@ -6,27 +6,26 @@
 mod joined;
 mod keys;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use plimsoll_plan::config::{ConfigError, ForeignFile, ForeignKey, NAMED_FILES};
+use plimsoll_plan::config::{
+    ACCELERATE, ConfigError, DEEPSPEED, ForeignFile, ForeignKey, NAMED_FILES, SixteenBits,
+};
 use serde_json::{Map, Value, json};
 
 use joined::Joined;
-use keys::{Draft, KEYS, is_true};
+use keys::{Draft, KEYS, Settled, is_true};
 
-/// What a file says of a request.
-#[derive(Clone, Debug, PartialEq)]
+/// What the files of a run say of a request.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Imported {
-    /// Whose file it is.
-    pub program: String,
+    /// Whose files they are, without those that they name.
+    pub programs: Vec<String>,
     /// Keys of [`Request`](crate::Request) with their values.
     pub keys: Map<String, Value>,
     /// What says nothing about memory here: its place, key and value.
     pub left: Vec<String>,
 }
-
-/// Whose file it is that has an optimizer which counts before that of others.
-pub const DEEPSPEED: &str = "DeepSpeed's JSON";
 
 /// What makes adapters of one model unlike each other, and what is taken instead.
 const UNIFORM: [(&str, &str); 5] = [
@@ -40,11 +39,9 @@ const UNIFORM: [(&str, &str); 5] = [
 /// Values that say nothing.
 const NOTHING: [&str; 5] = ["", "{}", "[]", "null", "None"];
 
-/// The switches of 16 bits, each by its names.
-const HALVES: [&[&str]; 2] = [&["bf16", "bf16.enabled"], &["fp16", "fp16.enabled"]];
-
 /// Switches of which one alone can be on.
-const EXCLUSIVE: [[&[&str]; 2]; 2] = [HALVES, [&["load_in_4bit"], &["load_in_8bit"]]];
+const EXCLUSIVE: [[&[&str]; 2]; 2] =
+    [[SixteenBits::SWITCHES[0].1, SixteenBits::SWITCHES[1].1], [&["load_in_4bit"], &["load_in_8bit"]]];
 
 /// Beginnings of the keys of a file within another program's.
 const WITHIN: [&str; 4] =
@@ -57,29 +54,53 @@ const OF_DEEPSPEED: [&str; 3] = ["bf16.enabled", "fp16.enabled", "optimizer.type
 const MODEL: &str = "a model's config.json";
 
 impl Imported {
-    /// Reads a file, which is known by its keys. A DeepSpeed file that it names is read too, from its folder on.
+    /// Reads the files of a run, each known by its keys, and those that they name. `flags` are keys of a request that go over all of
+    /// them: what they say, no two files have to agree about.
     ///
     /// # Errors
-    /// The file cannot be read or is none of these; a number is none; keys contradict each other.
-    pub fn from_file(path: &Path) -> Result<Imported, ConfigError> {
-        Joined::read(path, NAMED_FILES)?.finish()
+    /// A file cannot be read or is none of these; a number is none; keys contradict each other; two files do not say the same.
+    pub fn from_files(paths: &[PathBuf], flags: &Map<String, Value>) -> Result<Imported, ConfigError> {
+        let (mut files, mut programs) = (Vec::new(), Vec::new());
+        for path in paths {
+            let file = Joined::read(path, NAMED_FILES, &mut files)?;
+            programs.push(file.program.to_owned());
+            files.push(file);
+        }
+        // A command goes over the file of its launcher, and DeepSpeed's has to agree with all others.
+        files.sort_by_key(|file| [ACCELERATE, DEEPSPEED].iter().position(|last| *last == file.program));
+        let mut all = Joined::default();
+        for file in files {
+            all.join(file.under(flags))?;
+        }
+        let (keys, left) = all.finish(flags)?;
+        Ok(Imported { programs, keys, left })
     }
 }
 
 impl Joined {
-    /// A file with files that it names, and those that they name, so many times.
-    fn read(path: &Path, further: u32) -> Result<Joined, ConfigError> {
+    /// A file by itself. Those that it names, and those that they name, so many times, go to `files`.
+    fn read(path: &Path, further: u32, files: &mut Vec<Joined>) -> Result<Joined, ConfigError> {
         let file = ForeignFile::read(path)?;
         let has = |key: &str| file.keys.iter().any(|one| one.key == key);
         if has("model_type") && !has("base_model") {
             let keys = [("model".to_owned(), json!(path.display().to_string()))].into_iter().collect();
-            return Ok(Joined::of(Imported { program: MODEL.to_owned(), keys, left: Vec::new() }));
+            return Ok(Joined::settled(MODEL, Settled { keys, ..Settled::default() }, Vec::new(), &[]));
         }
         exclude(&file.keys)?;
         let program = program(&file);
         let mut draft = Draft::new(program, file.has_fsdp);
         let mut left = Vec::new();
+        let folder = path.parent().unwrap_or(Path::new(""));
         for key in &file.keys {
+            // transformers names DeepSpeed's file in its own, and a launcher accelerate's.
+            if let Some(named) = key.named_file(folder).filter(|_| further > 0) {
+                let mut named = Joined::read(&named, further - 1, files)?;
+                // The stack is that of the file which names it.
+                named.keys.remove("stack");
+                named.program = if key.names_its_launchers() { ACCELERATE } else { named.program };
+                files.push(named);
+                continue;
+            }
             let of_key = |name: &str| key.key.split('.').next() == Some(name);
             let note = UNIFORM.iter().find(|(name, _)| of_key(name)).map(|(_, note)| *note);
             match note.filter(|_| !NOTHING.contains(&key.value.as_str())) {
@@ -93,15 +114,17 @@ impl Joined {
                 format!("{}: it trains adapters, and {program} has no rank of its own", path.display());
             return Err(ConfigError::Missing { key, remedy });
         }
-        let mut joined = Joined::settled(program, draft.finish(), left, &file.keys);
-        // transformers names DeepSpeed's file in its own, and a launcher accelerate's.
-        let folder = path.parent().unwrap_or(Path::new(""));
-        let named = file.keys.iter().filter_map(|one| Some((one, one.named_file(folder)?)));
-        for (named, inner) in named.filter(|_| further > 0) {
-            let own = Joined::read(&inner, further - 1)?;
-            joined.join(own, &inner, named)?;
+        Ok(Joined::settled(program, draft.finish(SixteenBits::switched_off(&file.keys)), left, &file.keys))
+    }
+}
+
+/// Lays keys over others; of a mapping, those that stand in both mappings.
+pub fn lay_over(keys: &mut Map<String, Value>, flags: &Map<String, Value>) {
+    for (key, flag) in flags {
+        match (keys.get_mut(key), flag) {
+            (Some(Value::Object(own)), Value::Object(parts)) => lay_over(own, parts),
+            _ => drop(keys.insert(key.clone(), flag.clone())),
         }
-        Ok(joined)
     }
 }
 
@@ -147,11 +170,12 @@ fn take(draft: &mut Draft, key: &ForeignKey) -> Result<bool, ConfigError> {
     let of_fsdp = name.len() < key.key.len() && key.key.starts_with("fsdp_config.");
     let name = if of_fsdp { format!("fsdp_{}", name.trim_start_matches("fsdp_")) } else { name.to_owned() };
     // 16 bits that something else decides about are not off.
-    let of_halves = || HALVES.iter().any(|names| names.contains(&name.as_str()));
+    let of_halves = || SixteenBits::SWITCHES.iter().any(|(_, names)| names.contains(&name.as_str()));
     if key.value == "null" || key.value == "auto" && !of_halves() {
         return Ok(true);
     }
     let Some((_, takes)) = KEYS.iter().find(|(theirs, _)| *theirs == name) else { return Ok(false) };
+    draft.at(key);
     let is_taken = takes(draft, &key.value).is_some();
     match draft.expected() {
         None => Ok(is_taken),

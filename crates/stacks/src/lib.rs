@@ -24,7 +24,7 @@ pub mod snapshot;
 pub use answer::{Answer, AnswerError};
 pub use changes::Change;
 pub use estimate::{Estimate, Kind, Peak, PhasePeak, Uncertain};
-pub use imported::{DEEPSPEED, Imported};
+pub use imported::{Imported, lay_over};
 pub use program::{EstimateError, Trace, estimate, trace};
 pub use request::{Lora, Request, RequestError};
 pub use resolve::{Decision, Resolved};

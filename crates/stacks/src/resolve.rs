@@ -3,7 +3,7 @@
 //! What the user wrote is a [`Request`]; what it means is a [`Run`]. Nothing behind this knows a word of the request.
 
 mod adapter;
-mod hardware;
+pub mod hardware;
 mod model;
 mod sharding;
 mod versions;

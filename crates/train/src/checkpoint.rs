@@ -164,6 +164,31 @@ impl Checkpoint {
         Checkpoint { path: path.to_owned(), step: 0 }
     }
 
+    /// The same on a rank that is not the first one: where it cannot be read, this machine does not have what rank 0 has.
+    pub(crate) fn of_first_rank(path: &Path) -> Result<(Checkpoint, TrainerState), TrainError> {
+        let checkpoint = Checkpoint::at(path);
+        let state = checkpoint.state().map_err(|error| match error {
+            TrainError::BrokenCheckpoint { source, .. } => TrainError::UnseenCheckpoint { source },
+            other => other,
+        })?;
+        Ok((Checkpoint { step: state.step, ..checkpoint }, state))
+    }
+
+    /// The files that a run reads to go on from it.
+    pub(crate) fn files(&self) -> Result<Vec<PathBuf>, TrainError> {
+        let failed = |e| TrainError::io("list", &self.path, e);
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(&self.path).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            let is_tensors = path.extension().is_some_and(|extension| extension == "safetensors");
+            if is_tensors || path.file_name().is_some_and(|name| name == STATE) {
+                files.push(path);
+            }
+        }
+        files.sort();
+        Ok(files)
+    }
+
     /// The run's position at this checkpoint.
     pub fn state(&self) -> Result<TrainerState, TrainError> {
         let path = self.path.join(STATE);

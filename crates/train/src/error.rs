@@ -24,15 +24,39 @@ pub enum TrainError {
     /// Other ranks could not be reached.
     #[error(transparent)]
     Ranks(#[from] CommunicationError),
-    /// Ranks do not train on the same.
+    /// This rank has something in its configuration that all ranks must have alike.
     #[error(
-        "rank {rank} reads other data than rank 0: {key} and the tokenizer must be the same files on every machine"
+        "{key} is {here} here and {there} on rank 0: all ranks need the same configuration; copy the file of rank 0's machine, or give all ranks the same words"
     )]
-    OtherData {
-        /// Which rank.
-        rank: u32,
-        /// The data that differ.
+    OtherConfiguration {
+        /// The key.
         key: &'static str,
+        /// Its value here.
+        here: String,
+        /// And on rank 0.
+        there: String,
+    },
+    /// This rank has other files than rank 0.
+    #[error("{what}; {remedy}")]
+    OtherFiles {
+        /// What is otherwise.
+        what: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// Another rank has something else than rank 0, and says so.
+    #[error("rank {rank} has not what rank 0 has, and says what")]
+    OfOtherRank {
+        /// Which.
+        rank: u32,
+    },
+    /// A checkpoint that rank 0 goes on from and this machine does not have.
+    #[error(
+        "{source}. Rank 0 goes on from this checkpoint, and all ranks read it: copy its folder from the machine of rank 0 to this one, or put output.dir on a folder that all mount"
+    )]
+    UnseenCheckpoint {
+        /// What is wrong with it here.
+        source: Box<TrainError>,
     },
     /// The device failed.
     #[error(transparent)]

@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+mod alike;
 mod checkpoint;
 mod diagnostic;
 mod error;
 mod flight;
+mod identity;
 mod ladder;
 mod metrics;
 mod observer;
@@ -26,6 +28,7 @@ pub use checkpoint::{Checkpoint, TrainerState};
 pub use diagnostic::{BadOutput, Diagnostic};
 pub use error::TrainError;
 pub use flight::{RUN_COMPLETE, RUN_STOPPED};
+pub use identity::FileIdentity;
 pub use ladder::Surroundings;
 pub use metrics::{ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, StepMetrics};
 pub use observer::{Observer, RunEvent};

@@ -101,6 +101,18 @@ impl OutputFolder {
         Ok(folder)
     }
 
+    /// Removes folders of ranks that were killed, whose names begin so. Those that are somebody's stay.
+    pub(crate) fn sweep_passing(run: &Path, prefix: &str) {
+        let Ok(entries) = std::fs::read_dir(run) else { return };
+        for entry in entries.flatten() {
+            let is_old = entry.file_name().to_str().is_some_and(|name| name.starts_with(prefix));
+            if is_old && entry.path().is_dir() {
+                // What cannot be taken or removed is in nobody's way until a rank needs the name.
+                drop(OutputFolder::passing(&entry.path()));
+            }
+        }
+    }
+
     /// The folder.
     pub fn path(&self) -> &Path {
         &self.path
@@ -137,9 +149,10 @@ impl Drop for OutputFolder {
             let _ = std::fs::remove_file(self.path.join(LOCK));
         }
         for folder in &self.made {
-            // A folder that holds anything stays.
-            if std::fs::remove_dir(folder).is_err() {
-                break;
+            // A folder that holds anything stays; one that passes is gone already.
+            match std::fs::remove_dir(folder) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => break,
+                _ => {}
             }
         }
     }
@@ -191,7 +204,7 @@ fn described(owner: &str) -> String {
 }
 
 /// The name of this machine, where the system shows it: a folder may be shared with others.
-fn host() -> Option<String> {
+pub(crate) fn host() -> Option<String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
@@ -252,6 +265,38 @@ mod tests {
         std::fs::write(folder.path().join("metrics.jsonl"), "").unwrap();
         drop(folder);
         assert_eq!(std::fs::read_dir(root.path().join("a/b")).unwrap().count(), 1);
+    }
+
+    /// With the folders that were made for it, unless they hold something else.
+    #[test]
+    fn a_folder_that_passes_goes_away_with_all_that_was_made_for_it() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("a/out/.rank-1");
+        for kept in [None, Some("a/file")] {
+            let folder = OutputFolder::passing(&path).unwrap();
+            std::fs::create_dir(path.join("tokenizer")).unwrap();
+            if let Some(kept) = kept {
+                std::fs::write(root.path().join(kept), "").unwrap();
+            }
+            drop(folder);
+            assert!(!root.path().join("a/out").exists());
+            assert_eq!(root.path().join("a").exists(), kept.is_some());
+        }
+    }
+
+    #[test]
+    fn folders_of_killed_ranks_are_swept_and_those_of_living_ones_stay() {
+        let root = tempfile::tempdir().unwrap();
+        for name in [".rank-1", ".rank-2", "checkpoint-1"] {
+            std::fs::create_dir(root.path().join(name)).unwrap();
+        }
+        std::fs::write(root.path().join(".rank-1").join(LOCK), "1 elsewhere\n").unwrap();
+        let lives = OutputFolder::passing(&root.path().join(".rank-2")).unwrap();
+        OutputFolder::sweep_passing(root.path(), ".rank-");
+        let exists = |name: &str| root.path().join(name).exists();
+        assert_eq!([".rank-1", ".rank-2", "checkpoint-1"].map(exists), [false, true, true]);
+        drop(lives);
+        assert!(!exists(".rank-2"));
     }
 
     #[test]

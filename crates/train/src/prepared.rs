@@ -7,7 +7,6 @@ use plimsoll_data::chat::{SampleReport, Skipped};
 use plimsoll_data::{Batches, Dataset, DatasetOptions, Workers};
 use plimsoll_device::Device;
 use plimsoll_disk::{LowerTiers, SpillSettings};
-use plimsoll_memory::splitmix64;
 use plimsoll_model::adapter::{Adapter, AdapterSet, FirstValues};
 use plimsoll_model::convert::encode;
 use plimsoll_model::tokenizer::Tokenizer;
@@ -18,12 +17,13 @@ use plimsoll_plan::hardware::process_memory;
 use plimsoll_plan::{DiskNeeds, Machine, ModelOrigin, Past, TrainingPlan};
 use plimsoll_step::{StepSettings, Trainer};
 
+use crate::alike::{compare_beginnings, compare_data, part};
 use crate::checkpoint::{Checkpoint, TrainerState, VERSION, copy_out, sweep_named};
 use crate::metrics::MetricsFormats;
 use crate::pressure::RungChange;
 use crate::run::{Connections, PartEnd, Progress, RunSettings, Validated, micro_batch, run};
 use crate::samples::sample_encoder;
-use crate::tokenizer::tokenizer_of_run;
+use crate::tokenizer::{kept_of_run, tokenizer_of_first_rank, tokenizer_of_run};
 use crate::{Observer, OutputFolder, Planned, Resumption, RunEvent, Schedule, StopFlag, TrainError, room};
 
 /// Bytes between a file and the tokenizer, where the user does not say.
@@ -87,69 +87,83 @@ impl Prepared {
     ) -> Result<Prepared, TrainError> {
         config.training_data()?;
         let output = config.output.dir();
-        let prepared = match ranks.rank() {
+        let (folder, resumed) = match ranks.rank() {
             0 => {
                 let folder = OutputFolder::take(&output)?;
                 let resumed = folder.beginning(resume)?;
                 // The ranks of a run that was killed are gone, and those of this one wait for where it begins.
                 sweep_named(folder.path(), &[OF_RANK])?;
-                let prepared = Prepared::open(config, origin, folder, resumed, true)?;
-                let checkpoint = prepared.resumed.as_ref().map(|(checkpoint, _)| &checkpoint.path);
-                let path = checkpoint.map(|path| path.as_os_str().as_encoded_bytes().to_vec());
-                ranks.broadcast(path.unwrap_or_default())?;
-                prepared
+                let path =
+                    resumed.as_ref().map(|(checkpoint, _)| checkpoint.path.as_os_str().as_encoded_bytes());
+                ranks.broadcast(path.unwrap_or_default().to_vec())?;
+                ranks.gather_numbers(&[])?;
+                (folder, resumed)
             }
             rank => {
                 let path = ranks.broadcast(Vec::new())?;
+                // On another machine the first rank does not see them. Nobody makes a folder before all have looked.
+                OutputFolder::sweep_passing(&output, OF_RANK);
+                ranks.gather_numbers(&[])?;
                 let folder = OutputFolder::passing(&output.join(format!("{OF_RANK}{rank}")))?;
                 let path = PathBuf::from(String::from_utf8_lossy(&path).into_owned());
-                let resumed = match path.as_os_str().is_empty() {
-                    true => None,
-                    false => {
-                        let checkpoint = Checkpoint::at(&path);
-                        let state = checkpoint.state()?;
-                        Some((Checkpoint { step: state.step, ..checkpoint }, state))
-                    }
-                };
-                Prepared::open(config, origin, folder, resumed, false)?
+                // This machine may have the run's folder elsewhere.
+                let own = path.file_name().map(|name| output.join(name)).filter(|own| own.exists());
+                let is_new = path.as_os_str().is_empty();
+                let path = own.unwrap_or(path);
+                (folder, if is_new { None } else { Some(Checkpoint::of_first_rank(&path)?) })
             }
         };
-        let validation = prepared.validation.as_ref().map(|validation| validation.identity());
-        let own = [prepared.train.identity(), validation.unwrap_or_default()].map(|text| splitmix_of(&text));
-        let all = ranks.gather_numbers(&own)?;
-        match (0..).zip(&all).find(|(_, other)| other[..] != own) {
-            Some((rank, other)) if ranks.rank() == 0 => {
-                let is_train = other.first() != own.first();
-                Err(TrainError::OtherData {
-                    rank,
-                    key: if is_train { "data.train" } else { "data.validation" },
-                })
-            }
-            _ => Ok(prepared),
+        let checkpoint = resumed.as_ref().map(|(checkpoint, _)| checkpoint);
+        if let Err(error) = compare_beginnings(ranks, &config, &origin, checkpoint) {
+            part(ranks, &error, folder);
+            return Err(error);
         }
+        let prepared = if ranks.rank() == 0 {
+            let prepared = Prepared::open(config, origin, folder, resumed, None)?;
+            // What is wrong with the data it has said by now.
+            let is_alone = ranks.is_alone();
+            ranks.broadcast(if is_alone { Vec::new() } else { kept_of_run(&prepared.origin, &output)? })?;
+            prepared
+        } else {
+            let kept = ranks.broadcast(Vec::new())?;
+            Prepared::open(config, origin, folder, resumed, Some(&kept))?
+        };
+        let validation = prepared.validation.as_ref().map(Dataset::identity).unwrap_or_default();
+        let data = [("data.train", prepared.train.identity()), ("data.validation", validation)];
+        if let Err(error) = compare_data(ranks, &data) {
+            part(ranks, &error, prepared.folder);
+            return Err(error);
+        }
+        Ok(prepared)
     }
 
-    /// Opens the model and reads the data, in a folder that belongs to this value. `leads`: the run's folder is this one.
+    /// Opens the model and reads the data, in a folder that belongs to this value. `kept`: what the first rank tells of its tokenizer;
+    /// `None` on that rank, whose folder is the run's.
     fn open(
         mut config: RawConfig,
         origin: ModelOrigin,
         folder: OutputFolder,
         resumed: Option<(Checkpoint, TrainerState)>,
-        leads: bool,
+        kept: Option<&[u8]>,
     ) -> Result<Prepared, TrainError> {
         let train_paths = config.training_data()?.patterns().to_vec();
         let output = config.output.dir();
-        let resumption = match &resumed {
-            Some((checkpoint, state)) => {
+        let resumption = match (&resumed, kept) {
+            (Some((checkpoint, state)), None) => {
                 Some(Resumption::of(&mut config, &output.join(CONFIG_FILE), checkpoint, state)?)
             }
-            None => None,
+            // The first rank decides, and others may not see how the run was begun.
+            (Some((_, state)), Some(_)) => Some(Resumption { step: state.step, ..Resumption::default() }),
+            (None, _) => None,
         };
-        if leads {
-            let steps_done = resumed.as_ref().map_or(0, |(_, state)| state.step);
-            room::check_before_data(&config, &origin, steps_done)?;
-        }
-        let tokenizer = tokenizer_of_run(&config, &origin, &output, resumed.is_some() || !leads)?;
+        let tokenizer = match kept {
+            None => {
+                let steps_done = resumed.as_ref().map_or(0, |(_, state)| state.step);
+                room::check_before_data(&config, &origin, steps_done)?;
+                tokenizer_of_run(&config, &origin, &output, resumed.is_some())?
+            }
+            Some(kept) => tokenizer_of_first_rank(&config, &origin, kept, folder.path())?,
+        };
         let encoder = sample_encoder(&config, &tokenizer)?;
         let open = |key, patterns: &[String], shuffle, document_mask| {
             if let Some(encoder) = &encoder {
@@ -520,12 +534,6 @@ fn validation_loss(
     }
     let (sum, weight) = (ranks.sum(sum)?, ranks.sum(weight)?);
     Ok((if weight > 0.0 { sum / weight } else { 0.0 }, batch.bytes()))
-}
-
-/// A number that stands for a text, as exact as another rank's.
-fn splitmix_of(text: &str) -> f64 {
-    let hash = text.bytes().fold(0, |hash, byte| splitmix64(hash, u64::from(byte)));
-    (hash >> 12) as f64
 }
 
 /// The tiers below the device, of the planned sizes.

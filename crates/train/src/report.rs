@@ -132,10 +132,13 @@ pub struct Report {
 }
 
 /// What one of several ranks was planned to take and took.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankReport {
     /// Which.
     pub rank: u32,
+    /// The name of its machine, where the system shows it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
     /// What its plan said.
     pub planned: RankBytes,
     /// What came out.
@@ -156,8 +159,8 @@ pub struct RankBytes {
 }
 
 impl RankReport {
-    /// Of what each rank tells: eight numbers, those planned first.
-    pub(crate) fn of_all(told: &[Vec<f64>]) -> Vec<RankReport> {
+    /// Of what each rank tells: eight numbers, those planned first, and the names of their machines, as far as they are known.
+    pub(crate) fn of_all(told: &[Vec<f64>], hosts: &[Vec<u8>]) -> Vec<RankReport> {
         let bytes = |numbers: &[f64]| {
             let number = |at: usize| numbers.get(at).map_or(0, |number| *number as u64);
             RankBytes {
@@ -169,13 +172,21 @@ impl RankReport {
         };
         let report = |(rank, numbers): (u32, &Vec<f64>)| {
             let (planned, measured) = numbers.split_at(numbers.len().min(4));
-            RankReport { rank, planned: bytes(planned), measured: bytes(measured) }
+            let host = hosts.get(rank as usize).filter(|host| !host.is_empty());
+            let host = host.map(|host| String::from_utf8_lossy(host).into_owned());
+            RankReport { rank, host, planned: bytes(planned), measured: bytes(measured) }
         };
         (0..).zip(told).map(report).collect()
     }
 }
 
 impl Report {
+    /// Whether its ranks were on several machines.
+    pub fn has_several_hosts(&self) -> bool {
+        let mut hosts = self.ranks.iter().map(|rank| &rank.host);
+        hosts.next().is_some_and(|first| hosts.any(|host| host != first))
+    }
+
     /// Whether a folder has the report of a run that came to its end.
     pub(crate) fn has_finished(run: &Path) -> bool {
         let report = std::fs::read(run.join(REPORT_FILE)).ok();
@@ -232,7 +243,22 @@ pub(crate) fn median(values: &[f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Io, median};
+    use super::{Io, RankReport, median};
+
+    #[test]
+    fn ranks_have_the_names_of_their_machines() {
+        let told = [vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], vec![9.0; 8], vec![0.0; 8]];
+        let ranks = RankReport::of_all(&told, &[b"first".to_vec(), b"second".to_vec(), Vec::new()]);
+        let json = serde_json::to_value(&ranks).unwrap();
+        assert_eq!((json[0]["rank"].as_u64(), json[0]["host"].as_str()), (Some(0), Some("first")));
+        assert_eq!((json[1]["host"].as_str(), &json[2]["host"]), (Some("second"), &serde_json::Value::Null));
+        assert_eq!(json[0]["planned"]["process_bytes"], 4);
+        assert_eq!(json[0]["measured"]["device_peak_bytes"], 5);
+        // Reports that were written before name none.
+        let mut old = json;
+        old[0].as_object_mut().unwrap().remove("host");
+        assert_eq!(serde_json::from_value::<Vec<RankReport>>(old).unwrap()[0].host, None);
+    }
 
     #[test]
     fn what_was_moved_before_is_added() {

@@ -19,6 +19,7 @@ use crate::flight::Flight;
 use crate::metrics::{
     ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics,
 };
+use crate::output_folder::host;
 use crate::pressure::RungChange;
 use crate::relief::Relief;
 use crate::report::{Io, Measured, Planned, RankReport, Report, median};
@@ -503,7 +504,11 @@ impl Progress {
         ];
         let ranks = match with.ranks.is_alone() {
             true => Vec::new(),
-            false => RankReport::of_all(&with.ranks.gather_numbers(&own.map(|bytes| bytes as f64))?),
+            false => {
+                let told = with.ranks.gather_numbers(&own.map(|bytes| bytes as f64))?;
+                let hosts = with.ranks.gather_bytes(host().unwrap_or_default().as_bytes())?;
+                RankReport::of_all(&told, &hosts)
+            }
         };
         Ok(Report {
             planned,

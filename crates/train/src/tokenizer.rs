@@ -10,6 +10,7 @@ use plimsoll_plan::config::RawConfig;
 use plimsoll_plan::{ModelOrigin, OriginError, ScratchTokenizer};
 
 use crate::TrainError;
+use crate::alike::trains_tokenizer;
 use crate::prepared::buffer_bytes;
 
 /// Where a run keeps the tokenizer that it has trained, within its folder.
@@ -40,7 +41,7 @@ pub(crate) fn tokenizer_of_run(
     output: &Path,
     resumed: bool,
 ) -> Result<Tokenizer, TrainError> {
-    if !matches!(origin, ModelOrigin::Scratch(_, ScratchTokenizer::Train { .. })) {
+    if !trains_tokenizer(origin) {
         return tokenizer(config, origin);
     }
     let folder = output.join(FOLDER);
@@ -51,6 +52,46 @@ pub(crate) fn tokenizer_of_run(
     std::fs::create_dir_all(&folder).map_err(|e| TrainError::io("create", &folder, e))?;
     tokenizer.save(&folder)?;
     Ok(tokenizer)
+}
+
+/// What the first rank has kept of a tokenizer that was trained, for ranks that do not see its folder; nothing of any other.
+pub(crate) fn kept_of_run(origin: &ModelOrigin, output: &Path) -> Result<Vec<u8>, TrainError> {
+    let folder = output.join(FOLDER);
+    let mut files: Vec<(String, String)> = Vec::new();
+    if trains_tokenizer(origin) {
+        let failed = |e| TrainError::io("list", &folder, e);
+        for entry in std::fs::read_dir(&folder).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+            if path.is_file() {
+                let text = std::fs::read_to_string(&path).map_err(|e| TrainError::io("read", &path, e))?;
+                files.push((name, text));
+            }
+        }
+    }
+    serde_json::to_vec(&files).map_err(|e| TrainError::io("read", &folder, e.into()))
+}
+
+/// The tokenizer on a rank that is not the first one, which has told what it has `kept`; `own` is this rank's folder.
+pub(crate) fn tokenizer_of_first_rank(
+    config: &RawConfig,
+    origin: &ModelOrigin,
+    kept: &[u8],
+    own: &Path,
+) -> Result<Tokenizer, TrainError> {
+    if !trains_tokenizer(origin) {
+        return tokenizer(config, origin);
+    }
+    let folder = own.join(FOLDER);
+    let files: Vec<(String, String)> =
+        serde_json::from_slice(kept).map_err(|e| TrainError::io("write", &folder, e.into()))?;
+    std::fs::create_dir_all(&folder).map_err(|e| TrainError::io("create", &folder, e))?;
+    // Names of files alone: nothing is written elsewhere.
+    for (name, text) in files.iter().filter_map(|(name, text)| Some((Path::new(name).file_name()?, text))) {
+        let path = folder.join(name);
+        std::fs::write(&path, text).map_err(|e| TrainError::io("write", &path, e))?;
+    }
+    Ok(Tokenizer::from_hf_dir(&folder)?)
 }
 
 fn trained(config: &RawConfig, vocab_size: u64) -> Result<Tokenizer, TrainError> {

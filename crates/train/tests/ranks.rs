@@ -50,9 +50,14 @@ impl Observer for StopsAt<'_> {
 
 /// Trains on so many ranks; `stop_at`: the last of them is asked to stop behind this step.
 fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Result<Report, TrainError> {
+    run_each(&vec![config.clone(); ranks as usize], resume, stop_at).swap_remove(0)
+}
+
+/// The same with a configuration for each rank, as on machines of their own, and what comes of each.
+fn run_each(configs: &[RawConfig], resume: bool, stop_at: Option<u64>) -> Vec<Result<Report, TrainError>> {
     let one = |ranks: &dyn Communicator| {
         let started = Started { ranks: ranks.size(), of_each_machine: None };
-        let mut config = config.on_ranks(started).unwrap();
+        let mut config = configs[ranks.rank() as usize].on_ranks(started).unwrap();
         config.rank = ranks.rank();
         let accumulation = u64::from(MICRO_BATCHES) / config.parallel.data_parallel();
         config.apply_set(&format!("training.gradient_accumulation_steps={accumulation}")).unwrap();
@@ -74,10 +79,38 @@ fn run(config: &RawConfig, ranks: u32, resume: bool, stop_at: Option<u64>) -> Re
     };
     std::thread::scope(|scope| {
         let start = |rank| scope.spawn(move || one(&Wired::new(rank).unwrap()));
-        let threads: Vec<_> = thread_ranks(ranks).into_iter().map(start).collect();
-        let mut reports: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
-        reports.swap_remove(0)
+        let threads: Vec<_> = thread_ranks(configs.len() as u32).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// What the second of two ranks says that is not alike. The first one ends with it, and nobody leaves anything behind.
+fn unlike(configs: &[RawConfig; 2], resume: bool) -> TrainError {
+    let mut ended = run_each(configs, resume, None);
+    let (second, first) = (ended.remove(1).unwrap_err(), ended.remove(0).unwrap_err());
+    assert!(matches!(first, TrainError::OfOtherRank { rank: 1 }), "{first}");
+    for config in configs {
+        let folder = config.output.dir();
+        assert!(!folder.exists() || names(&folder).iter().all(|name| !name.starts_with('.')), "{second}");
+    }
+    second
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let to = to.join(path.file_name().unwrap());
+        if path.is_dir() { copy(&path, &to) } else { std::fs::copy(&path, to).map(|_| ()).unwrap() }
+    }
+}
+
+/// Changes a byte in the middle of a file.
+fn damage(file: &Path) {
+    let mut bytes = std::fs::read(file).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(file, bytes).unwrap();
 }
 
 /// What the files that matter hold.
@@ -189,5 +222,116 @@ fn ranks_that_share_products_or_sequences_come_near_one() {
             assert!((many - one).abs() < 2e-5 * one, "{out}: {many} {one}");
         }
         assert_eq!(names(&folder.path().join(&out)), names(&folder.path().join("one")));
+    }
+}
+
+/// Rank 0 alone writes to its folder, and tells the others its tokenizer. To go on they have to see its checkpoints, wherever they are.
+#[test]
+fn ranks_need_no_common_folder_but_to_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let trained = ["model.from_scratch.tokenizer={train: bpe, vocab_size: 280}"];
+    let of = |out: &str| config(folder.path(), out, &trained);
+    let place = |name: &str| folder.path().join(name);
+    run(&of("one"), 2, false, None).unwrap();
+    let two = [of("first"), of("far/away/second")];
+    let stopped = run_each(&two, false, Some(3)).swap_remove(0).unwrap();
+    assert_eq!((stopped.steps, stopped.finished), (3, false));
+    assert_eq!(stopped.ranks.len(), 2);
+    assert!(!place("far").exists(), "what was made for a rank is gone");
+    // A damaged copy is told from what rank 0 has.
+    copy(&place("first/checkpoint-3"), &place("far/away/second/checkpoint-3"));
+    for file in ["model.safetensors", "optimizer.safetensors"] {
+        let copied = place("far/away/second/checkpoint-3").join(file);
+        damage(&copied);
+        let said = unlike(&two, true);
+        assert!(matches!(said, TrainError::OtherFiles { .. }), "{said}");
+        assert!(said.to_string().contains(&format!("checkpoint-3: {file} has other contents")), "{said}");
+        damage(&copied);
+    }
+    std::fs::remove_file(place("far/away/second/checkpoint-3/optimizer.safetensors")).unwrap();
+    let said = unlike(&two, true).to_string();
+    assert!(said.contains("optimizer.safetensors is not there; all ranks go on from the same"), "{said}");
+    std::fs::remove_file(place("far/away/second/checkpoint-3/trainer_state.json")).unwrap();
+    let said = run_each(&two, true, None).remove(1).unwrap_err();
+    assert!(matches!(said, TrainError::UnseenCheckpoint { .. }), "{said}");
+    let said = said.to_string();
+    assert!(
+        said.contains("Rank 0 goes on from this checkpoint") && !said.contains("Put the file back"),
+        "{said}"
+    );
+    // A whole copy will do.
+    copy(&place("first/checkpoint-3"), &place("far/away/second/checkpoint-3"));
+    let finished = run_each(&two, true, None).swap_remove(0).unwrap();
+    assert_eq!((finished.steps, finished.finished), (6, true));
+    assert!(left(&place("first")) == left(&place("one")));
+}
+
+/// The same files will do wherever they are, and whatever a rank reads of them.
+#[test]
+fn another_model_is_told_from_that_of_rank_0() {
+    let folder = tempfile::tempdir().unwrap();
+    run(&config(folder.path(), "made", &["training.steps=2"]), 1, false, None).unwrap();
+    let made = folder.path().join("made/checkpoint-2");
+    let [one, two] = ["one", "two"].map(|name| folder.path().join(name));
+    copy(&made, &one);
+    copy(&made, &two);
+    let of = |out: &str, model: &Path, stage: u32| {
+        let stage = format!("parallel.zero_stage={stage}");
+        let mut config = config(folder.path(), out, &["training.steps=2", &stage]);
+        config.model = Default::default();
+        config.apply_set(&format!("model.path={}", model.display())).unwrap();
+        config
+    };
+    for stage in [0, 3] {
+        let out = format!("out-{stage}");
+        let ranks = [of(&out, &one, stage), of(&out, &two, stage)];
+        run_each(&ranks, false, None).swap_remove(0).unwrap();
+        damage(&two.join("model.safetensors"));
+        let ranks = [of("refused", &one, stage), of("refused", &two, stage)];
+        let said = unlike(&ranks, false).to_string();
+        assert!(
+            said.contains("the model's model.safetensors has other contents here than on rank 0"),
+            "{said}"
+        );
+        assert!(!folder.path().join("refused").exists());
+        damage(&two.join("model.safetensors"));
+    }
+    let json = std::fs::read_to_string(two.join("config.json")).unwrap();
+    let other = json.replace("\"rms_norm_eps\": ", "\"rms_norm_eps\": 1");
+    assert_ne!(other, json);
+    std::fs::write(two.join("config.json"), other).unwrap();
+    let said = unlike(&[of("refused", &one, 0), of("refused", &two, 0)], false).to_string();
+    assert!(said.contains("the model has another shape here"), "{said}");
+}
+
+#[test]
+fn other_configurations_and_data_are_told_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = |set: &[&str]| config(folder.path(), "out", set);
+    for (set, key) in [
+        ("training.seed=7", "training.seed is 7 here and"),
+        ("data.sequence_length=8", "data.sequence_length is 8 here and 16 on rank 0"),
+        ("model.from_scratch.hidden_size=48", "model.from_scratch.hidden_size is 48 here and 32 on rank 0"),
+    ] {
+        let said = unlike(&[of(&[]), of(&[set])], false);
+        assert!(matches!(said, TrainError::OtherConfiguration { .. }), "{said}");
+        assert!(said.to_string().contains(key), "{said}");
+    }
+    let text = std::fs::read_to_string(folder.path().join("text.txt")).unwrap();
+    for (file, text) in [("same.txt", text.clone()), ("other.txt", text.replace("word7", "word8"))] {
+        std::fs::write(folder.path().join(file), text).unwrap();
+    }
+    let reads = |key: &str, file: &str| format!("{key}={}", folder.path().join(file).display());
+    for key in ["data.train", "data.validation"] {
+        let said = unlike(&[of(&[]), of(&[&reads(key, "other.txt")])], false).to_string();
+        assert!(said.starts_with(&format!("{key} is other data here than on rank 0")), "{said}");
+    }
+    // Rank 0 decides the rest, and the same data may be elsewhere.
+    let ranks =
+        [of(&[]), of(&[&reads("data.train", "same.txt"), "training.learning_rate=1", "data.num_workers=1"])];
+    let report = run_each(&ranks, false, None).swap_remove(0).unwrap();
+    assert!(report.finished);
+    if cfg!(target_os = "linux") {
+        assert!(report.ranks.iter().all(|rank| rank.host.is_some()) && !report.has_several_hosts());
     }
 }

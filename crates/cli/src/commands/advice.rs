@@ -86,6 +86,9 @@ fn changes(plan: &TrainingPlan, list: &[&Alternative]) -> String {
 
 /// What each method takes at least.
 fn least(plan: &TrainingPlan, list: &[LeastNeed]) -> String {
+    if list.is_empty() {
+        return "\nnone of the changes that were tried would fit\n".to_owned();
+    }
     let mut rows = vec![row!["", "memory", "with disk", "memory without disk"]];
     for LeastNeed { method, with_disk, without_disk, .. } in list {
         let memory = |need: &MemoryAndDisk| ByteSize(need.memory_bytes.saturating_add(plan.overhead_bytes));

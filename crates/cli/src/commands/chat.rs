@@ -15,13 +15,14 @@ use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::GenerationPlan;
 
 use crate::args::ChatArgs;
-use crate::chat_format::ChatFormat;
+use crate::chat_format::{self, ChatFormat};
 use crate::failure::Failure;
 use crate::guessing::{self, DraftArgs, Guessing};
 use crate::inference::Inference;
 use crate::ranks::{self, Lines, Stopping};
 use crate::session::Engine;
 use crate::signals;
+use crate::weights;
 use console::Console;
 use input::{Input, history_file};
 use talk::Talk;
@@ -70,7 +71,17 @@ impl Interrupts {
 
 pub fn run(args: &ChatArgs) -> Result<(), Failure> {
     guessing::check_ranks(&args.speculation, args.ranks)?;
+    if ranks::starts(args.ranks) {
+        check(args)?;
+    }
     ranks::on_each_with(Lines::OfFirst, Stopping::Interrupted, args.ranks, |ranks| run_rank(args, ranks))
+}
+
+/// Refuses what all ranks would, before any has started: it is said once.
+fn check(args: &ChatArgs) -> Result<(), Failure> {
+    Sampler::new(&args.sampling.settings())?;
+    chat_format::check(args.chat_template.as_deref())?;
+    weights::check(&args.inference.weights, "talk with", args.json)
 }
 
 /// One rank, or the only one. The first one talks, and the others compute what it tells them.
@@ -107,7 +118,8 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         )));
     }
     let device = model.device(&engine, &plan)?;
-    let (mut session, _) = model.session_of(ranks, &*device, &plan)?;
+    // A folder that was made for what is streamed stays as long.
+    let (mut session, _streaming) = model.session_of(ranks, &*device, &plan)?;
     if !leads {
         return Ok(session.follow()?);
     }
@@ -133,6 +145,7 @@ fn run_rank(args: &ChatArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         conversation,
         settings,
         limits,
+        is_changed: false,
         answers: 0,
         interrupts,
         console,

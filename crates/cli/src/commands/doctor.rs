@@ -1,6 +1,9 @@
-//! `plimsoll doctor`: the machine, its limits, and how fast it is; and what a log of memory that ran out means.
+//! `plimsoll doctor`: the machine, its limits, and how fast it is; under a launcher the ranks, each on its machine; and what a log of
+//! memory that ran out means.
 
 mod log;
+mod mpi;
+mod ranks;
 
 use serde_json::json;
 
@@ -8,15 +11,21 @@ use crate::args::DoctorArgs;
 use crate::card;
 use crate::failure::Failure;
 use crate::output::outln;
+use crate::ranks::{Stopping, has_others, on_each};
 use crate::session::{Engine, resident_bytes};
+use mpi::Mpi;
 
 pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     if let Some(path) = &args.log {
         return log::run(args, path);
     }
+    if has_others() {
+        return on_each(Stopping::AtOnce, None, |communicator| ranks::run(args, communicator));
+    }
     let engine = Engine::start_measuring(None, args.measure)?;
     let speeds = engine.speeds();
     let overhead = resident_bytes();
+    let mpi = Mpi::of_this_machine();
     if args.json {
         let document = json!({
             "hardware": engine.hardware,
@@ -25,6 +34,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
             "rates": speeds.machine.rates,
             "measured": speeds.json(None),
             "overhead_bytes": overhead,
+            "mpi": mpi,
             "cuda": match card::described() {
                 Ok(lines) => json!({ "found": lines, "missing": null }),
                 Err(error) => json!({ "found": [], "missing": error.to_string() }),
@@ -47,6 +57,8 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
         Ok(lines) => lines.iter().try_for_each(|line| outln!("CUDA       {line}"))?,
         Err(error) => outln!("CUDA       {error}")?,
     }
+    let [library, mpirun] = mpi.lines();
+    outln!("MPI        {library}\n           {mpirun}")?;
     outln!("Overhead   {} outside any arena", plimsoll_memory::ByteSize(overhead))?;
     Ok(())
 }

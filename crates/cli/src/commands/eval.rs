@@ -3,8 +3,8 @@
 mod passes;
 mod samples;
 
-use plimsoll_data::EvalWindows;
 use plimsoll_data::chat::Skipped;
+use plimsoll_data::{EvalWindows, bytes_of};
 use plimsoll_device::DType;
 use plimsoll_memory::Tier;
 use plimsoll_model::tokenizer::Tokenizer;
@@ -22,7 +22,7 @@ use crate::progress;
 use crate::ranks::{self, Stopping};
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
-use crate::weights::Weights;
+use crate::weights::{self, Weights};
 use passes::{Passes, Windows};
 
 /// What `--format` is without being said.
@@ -69,7 +69,28 @@ impl Task<'_> {
 }
 
 pub fn run(args: &EvalArgs) -> Result<(), Failure> {
+    if ranks::starts(args.ranks) {
+        check(args)?;
+    }
     ranks::on_each(Stopping::AtOnce, args.ranks, |ranks| run_rank(args, ranks))
+}
+
+/// Refuses what all ranks would, before any has started: it is said once.
+fn check(args: &EvalArgs) -> Result<(), Failure> {
+    check_length(args)?;
+    cache_type(args.kv_cache.as_deref())?;
+    let records = args.format.as_deref().is_some_and(|format| format != TEXT);
+    bytes_of(&[args.data.to_string_lossy().into_owned()], records)?;
+    weights::check(&args.weights, "evaluate", args.json)
+}
+
+fn check_length(args: &EvalArgs) -> Result<(), Failure> {
+    match args.sequence_length {
+        Some(0 | 1) => {
+            Err(Failure::usage("--sequence-length must be at least 2: the first token is context"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// One rank, or the only one.
@@ -77,9 +98,7 @@ fn run_rank(args: &EvalArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
     if ranks.rank() > 0 {
         ranks::be_quiet()?;
     }
-    if args.sequence_length.is_some_and(|length| length < 2) {
-        return Err(Failure::usage("--sequence-length must be at least 2: the first token is context"));
-    }
+    check_length(args)?;
     let mut model = Weights::open(&args.weights, "evaluate", args.json || ranks.rank() > 0)?;
     model.divide(ranks)?;
     let model = &model;

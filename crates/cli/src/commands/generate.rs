@@ -10,13 +10,14 @@ use plimsoll_parallel::{Collectives, Communicator};
 use serde_json::Value;
 
 use crate::args::GenerateArgs;
-use crate::chat_format::ChatFormat;
+use crate::chat_format::{self, ChatFormat};
 use crate::failure::Failure;
 use crate::guessing::{self, DraftArgs, Guessing};
 use crate::inference::Inference;
 use crate::output::{out, outln};
 use crate::ranks::{self, Stopping};
 use crate::streaming;
+use crate::weights;
 use document::Document;
 use prompts::PromptText;
 
@@ -31,7 +32,33 @@ struct Prompt {
 
 pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     guessing::check_ranks(&args.speculation, args.ranks)?;
+    if ranks::starts(args.ranks) {
+        check(args)?;
+    }
     ranks::on_each(Stopping::AtOnce, args.ranks, |ranks| run_rank(args, ranks))
+}
+
+/// Refuses what all ranks would, before any has started: it is said once.
+fn check(args: &GenerateArgs) -> Result<(), Failure> {
+    refuse_input(args)?;
+    Sampler::new(&args.sampling.settings())?;
+    if let Some(path) = &args.prompts {
+        prompts::many(path)?;
+    }
+    if args.chat {
+        chat_format::check(args.chat_template.as_deref())?;
+    }
+    weights::check(&args.inference.weights, "generate from", args.json)
+}
+
+/// Refuses standard input, which only one of several ranks has.
+fn refuse_input(args: &GenerateArgs) -> Result<(), Failure> {
+    match args.prompt.as_deref() {
+        Some("-") => {
+            Err(Failure::usage("standard input reaches one rank; give the prompt with --prompt or --prompts"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// One rank, or the only one. All of them read the same prompts, draw the same tokens and come to the same end.
@@ -40,10 +67,8 @@ fn run_rank(args: &GenerateArgs, ranks: &dyn Communicator) -> Result<(), Failure
     if !leads {
         ranks::be_quiet()?;
     }
-    if !ranks.is_alone() && args.prompt.as_deref() == Some("-") {
-        return Err(Failure::usage(
-            "standard input reaches one rank; give the prompt with --prompt or --prompts",
-        ));
+    if !ranks.is_alone() {
+        refuse_input(args)?;
     }
     if args.speculation.is_wanted() && args.parallel.is_some_and(|parallel| parallel > 1) {
         return Err(Failure::usage(

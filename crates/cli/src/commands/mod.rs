@@ -20,4 +20,5 @@ pub mod preview;
 pub mod report;
 pub mod snapshot;
 pub mod train;
+pub mod warmup;
 pub mod watch;

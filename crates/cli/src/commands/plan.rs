@@ -25,7 +25,8 @@ use serde_json::{Value, json};
 
 use crate::args::{ConfigSource, PlanArgs};
 use crate::asked::Asked;
-use crate::commands::advice::{misfits, remedies};
+use crate::commands::advice::{misfits, remedies, wrapped};
+use crate::commands::warmup;
 use crate::failure::Failure;
 use crate::needs;
 use crate::output::{out, outln, write_file};
@@ -34,6 +35,9 @@ use crate::speeds::PlanSpeeds;
 use describe::{describe, whole_run};
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
+    if !crate::ranks::is_first() {
+        return Ok(());
+    }
     if args.inference.inference {
         return inference::run(args);
     }
@@ -55,7 +59,8 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     if !args.compare.is_empty() {
         return compare::named(args, &source);
     }
-    let imported = args.import.as_deref().map(Imported::from_file).transpose()?.unwrap_or_default();
+    let imported = args.import.as_deref().map(|path| import::read(path, &source));
+    let imported = imported.transpose()?.unwrap_or_default();
     let mut asked = Asked::new(&source, &imported, &args.machine, args.json)?;
     let answers = answers(&source)?;
     if args.json {
@@ -87,7 +92,10 @@ pub fn run(args: &PlanArgs) -> Result<(), Failure> {
     });
     let answer = Answer::new(args, &asked, &imported, on_device)?;
     match args.json {
-        true => outln!("{}", serde_json::to_string_pretty(&answer.document()?)?)?,
+        true => {
+            let _ = write!(std::io::stderr(), "{}", answer.note().unwrap_or_default());
+            outln!("{}", serde_json::to_string_pretty(&answer.document()?)?)?;
+        }
         false => out!("{}", answer.words()?)?,
     }
     if let Some((file, search)) = args.pareto.as_deref().zip(answer.plan.search.as_ref()) {
@@ -208,6 +216,12 @@ impl<'a> Answer<'a> {
         Ok(document)
     }
 
+    /// What to know of the run that is no error, in lines.
+    fn note(&self) -> Option<String> {
+        let steps = self.plan.run_needs(self.cost.map(|cost| cost.steps)).steps?;
+        Some(wrapped(&warmup::note(&self.plan.config, steps)?, ""))
+    }
+
     /// For people.
     fn words(&self) -> Result<String, Failure> {
         let Answer { args, asked, plan, .. } = self;
@@ -227,6 +241,9 @@ impl<'a> Answer<'a> {
         }
         out.push_str(&describe(plan, &self.speeds));
         out.push_str(&whole_run(plan, self.cost.map(|cost| cost.steps), None, 0));
+        if let Some(note) = self.note() {
+            out.push_str(&note);
+        }
         if let Some(cost) = &self.cost {
             out.push_str(&cost::words(cost, args, asked.target.as_ref()));
         }

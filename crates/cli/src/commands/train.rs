@@ -16,8 +16,9 @@ use plimsoll_train::{
 use plimsoll_watch::{Live, PlanView};
 
 use crate::args::TrainArgs;
-use crate::commands::advice::{misfits, remedies};
+use crate::commands::advice::{misfits, remedies, wrapped};
 use crate::commands::plan::describe::{describe, whole_run};
+use crate::commands::warmup;
 use crate::dashboard::{Dashboard, Watching};
 use crate::failure::Failure;
 use crate::load_line::kept_so_far;
@@ -159,6 +160,14 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         let (steps, validation) = (prepared.total_steps(&plan), prepared.validation_sequences());
         let run = whole_run(&plan, Some(steps), validation, prepared.token_bytes());
         let _ = out!("{}{run}", describe(&plan, &speeds));
+    }
+    if let Some(note) = warmup::note(&plan.config, prepared.total_steps(&plan)).filter(|_| leads) {
+        let note = wrapped(&note, "");
+        if args.json {
+            let _ = write!(std::io::stderr(), "{note}");
+        } else {
+            let _ = out!("{note}");
+        }
     }
     // The first rank decides: others may not see what it has written.
     let report = if leads { finished(&prepared, &plan) } else { None };
@@ -387,7 +396,9 @@ fn summary(outcome: &TrainingOutcome, output: &Path, total_steps: u64, is_resume
     rows.retain(|row| row[0] != "disk" || planned.disk_bytes > 0 || measured.disk_bytes > 0);
     for rank in &report.ranks {
         let (planned, measured) = (rank.planned.process_bytes, rank.measured.process_bytes);
-        rows.push(row![format!("rank {}", rank.rank), ByteSize(planned), ByteSize(measured)]);
+        let host = rank.host.as_ref().filter(|_| report.has_several_hosts());
+        let name = format!("rank {}{}", rank.rank, host.map_or(String::new(), |host| format!(", {host}")));
+        rows.push(row![name, ByteSize(planned), ByteSize(measured)]);
     }
     text.push_str(&table::render(&rows));
     if let Some(io) = report.io {

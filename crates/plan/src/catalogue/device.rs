@@ -226,13 +226,19 @@ impl DeviceModel {
     }
 }
 
+/// No device costs more dollars an hour.
+const MOST_DOLLARS: f64 = 1e9;
+
 impl Price {
     /// What cannot be, in words.
     pub(super) fn fault(&self) -> Option<String> {
-        let is_price = |price: f64| price.is_finite() && price >= 0.0;
+        let is_price = |price: f64| (0.0..=MOST_DOLLARS).contains(&price);
         let sound = is_price(self.low) && is_price(self.high) && self.low <= self.high;
         (!sound).then(|| {
-            format!("price goes from {} to {}; write dollars an hour, the lower first", self.low, self.high)
+            format!(
+                "price goes from {:?} to {:?}; write dollars an hour, from 0 to {MOST_DOLLARS}, the lower first",
+                self.low, self.high
+            )
         })
     }
 }

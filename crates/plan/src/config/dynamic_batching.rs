@@ -70,6 +70,10 @@ impl RawConfig {
         if let Auto::Set(batch) = self.training.batch_size()
             && !dynamic.allows(batch)
         {
+            // What is no micro-batch is said already.
+            if errors.iter().any(|error| error.is_range_of("training.batch_size")) {
+                return;
+            }
             let batch = self.conflicting("training.batch_size", batch);
             let mut conflict = conflicts(enabled, errors);
             let reason = "a run begins with a micro-batch between min_batch_size and max_batch_size";

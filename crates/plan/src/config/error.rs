@@ -168,6 +168,11 @@ impl std::fmt::Display for ConflictingKey {
 }
 
 impl ConfigError {
+    /// Whether it says that this key is outside its range.
+    pub(super) fn is_range_of(&self, path: &str) -> bool {
+        matches!(self, ConfigError::OutOfRange { key, .. } if *key == path)
+    }
+
     /// Nothing, the one error, or all of them.
     pub(super) fn collect(mut errors: Vec<ConfigError>) -> Result<(), ConfigError> {
         match errors.pop() {

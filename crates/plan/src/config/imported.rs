@@ -12,19 +12,25 @@ mod peft;
 mod programs;
 mod script;
 mod settle;
+mod sixteen_bits;
 mod torchtune;
 mod trainer;
 mod words;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::document::{Input, Yaml, shortened};
 use super::load::{Document, NodeKind, read_file};
 use super::place::Place;
 use super::{ConfigError, Override, RawConfig};
 use leaves::{Leaf, flatten};
-use programs::{DEEPSPEED, Program};
+use programs::Program;
+use sixteen_bits::PRECISION;
 use words::Entry;
+
+pub use leaves::Leaf as ForeignKey;
+pub use programs::{ACCELERATE, DEEPSPEED};
+pub use sixteen_bits::SixteenBits;
 
 /// What a file of another program says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,6 +44,17 @@ pub struct Imported {
 /// How often files that are named by others are followed: a script names accelerate's, and that DeepSpeed's.
 pub const NAMED_FILES: u32 = 2;
 
+/// A file by itself, before what follows from it and from those that it names together.
+struct Read {
+    imported: Imported,
+    program: &'static Program,
+    leaves: Vec<Leaf>,
+    /// The kinds of 16 bits that are switched off, where nothing else says the precision.
+    off: Vec<&'static str>,
+    /// Whether it is that of a launcher, whose command goes over it.
+    is_launchers: bool,
+}
+
 /// What says nothing when it is off.
 const OFF: [&str; 4] = ["false", "none", "0", "-1"];
 
@@ -49,12 +66,13 @@ const OF_DEEPSPEED: [&str; 3] = ["training.optimizer", "training.lr_schedule", "
 
 impl Imported {
     /// Reads a file of another program, which is known by its keys. A DeepSpeed file that it names is read too, from its folder on.
+    /// Keys that `flags` set count, whatever the files say of them.
     ///
     /// # Errors
-    /// As [`RawConfig::from_file`](super::RawConfig::from_file), where a file is none.
-    pub fn from_file(path: &Path) -> Result<Imported, ConfigError> {
+    /// As [`RawConfig::from_file`](super::RawConfig::from_file), where a file is none; two of the files do not say the same.
+    pub fn from_file(path: &Path, flags: &RawConfig) -> Result<Imported, ConfigError> {
         let (text, origin) = read_file(path)?;
-        Imported::from_text(&text, &origin, path.parent())
+        Imported::from_text(&text, &origin, path.parent(), flags)
     }
 
     /// The same of a file of Ava's, which every command reads that reads ours; `None` where a file is none of these, or cannot be read. Our
@@ -74,47 +92,58 @@ impl Imported {
     pub fn text_as_ours(text: &str, origin: &str) -> Result<Option<Imported>, ConfigError> {
         match read(text, origin) {
             Ok((_, program)) if program.is_read_as_ours() => {
-                Imported::from_text(text, origin, None).map(Some)
+                Imported::from_text(text, origin, None, &RawConfig::default()).map(Some)
             }
             _ => Ok(None),
         }
     }
 
     /// The same of a text; files that it names are looked for in `folder`, if there is one.
-    fn from_text(text: &str, origin: &str, folder: Option<&Path>) -> Result<Imported, ConfigError> {
-        Imported::read(text, origin, folder, NAMED_FILES).map(|(imported, _)| imported)
-    }
-
-    /// The same, with files that it names, and those that they name, so many times; and whose file it is.
-    fn read(
+    fn from_text(
         text: &str,
         origin: &str,
         folder: Option<&Path>,
-        further: u32,
-    ) -> Result<(Imported, &'static Program), ConfigError> {
-        let (leaves, program) = read(text, origin)?;
-        let mut imported = Imported::default();
+        flags: &RawConfig,
+    ) -> Result<Imported, ConfigError> {
         let mut named = Vec::new();
-        for leaf in &leaves {
-            imported.take(leaf, (program, &mut named), folder, further)?;
+        let mut read = Read::new(text, origin, (folder, NAMED_FILES), &mut named)?;
+        let mut decided = Vec::new();
+        flags.visit(&mut |entry| decided.extend(entry.value.map(|_| entry.path)));
+        // DeepSpeed's has to agree with all others.
+        named.sort_by_key(|one| one.program.name == DEEPSPEED);
+        for one in named {
+            read.join(one, &decided)?;
         }
-        imported.agree(program, named)?;
-        if imported.overrides.is_empty() {
-            let reason = format!("no key of {} or of a training script is in it", Program::names());
-            return Err(ConfigError::Syntax { place: Place::argument(&format!("{origin}:1:1")), reason });
-        }
+        let Read { mut imported, program, leaves, .. } = read;
         imported.settle(program, &leaves);
-        Ok((imported, program))
+        Ok(imported)
     }
 
     /// Takes a key for what it means to a program.
     fn take(
         &mut self,
         leaf: &Leaf,
-        (program, named): (&Program, &mut Vec<Override>),
-        folder: Option<&Path>,
-        further: u32,
+        program: &Program,
+        (folder, further): (Option<&Path>, u32),
+        named: &mut Vec<Read>,
     ) -> Result<(), ConfigError> {
+        if program.holds_deepspeed && leaf.names_a_file() {
+            let file = folder.filter(|_| further > 0).and_then(|folder| leaf.named_file(folder));
+            let Some(file) = file else {
+                self.left.push(leaf.shown());
+                return Ok(());
+            };
+            let (text, origin) = read_file(&file)?;
+            let mut inner = Read::new(&text, &origin, (folder, further - 1), named)?;
+            inner.is_launchers = leaf.names_its_launchers();
+            // Ranks of a launcher are shared out with what its command says.
+            match inner.is_launchers {
+                true => inner.imported.settle_fsdp(inner.program, &inner.leaves),
+                false => inner.imported.settle(inner.program, &inner.leaves),
+            }
+            named.push(inner);
+            return Ok(());
+        }
         let inner = leaf.key.strip_prefix("deepspeed.").filter(|_| program.holds_deepspeed);
         let entries = match (inner, leaf.key.strip_prefix("fsdp_config.")) {
             (Some(inner), _) => Program::of(["zero_optimization"].into_iter()).meanings(inner),
@@ -124,55 +153,14 @@ impl Imported {
             }
             (None, None) => program.meanings(&leaf.key),
         };
-        if program.holds_deepspeed && names_a_file(&leaf.key, &leaf.value) {
-            let Some(folder) = folder.filter(|_| further > 0) else {
-                self.left.push(leaf.shown());
-                return Ok(());
-            };
-            let (text, origin) = read_file(&beside(folder, &leaf.value))?;
-            let (inner, of_inner) = Imported::read(&text, &origin, Some(folder), further - 1)?;
-            let Imported { overrides, left } = inner;
-            self.left.extend(left);
-            match of_inner.name {
-                DEEPSPEED => named.extend(overrides),
-                _ => self.overrides.extend(overrides.into_iter().filter(|one| !Program::is_by_itself(one))),
-            }
-            return Ok(());
-        }
         let is_ours = || RawConfig::default().check_key(&leaf.key, &leaf.place).is_ok();
         if entries.is_empty() && program.is_read_as_ours() && program.answer(&leaf.key).is_none() && is_ours()
         {
-            let argument = format!("{}: {} {}", leaf.place, leaf.key, shortened(&leaf.value));
-            self.overrides.push(Override { key: leaf.key.clone(), value: leaf.value.clone(), argument });
+            let (key, value) = (leaf.key.clone(), leaf.value.clone());
+            self.overrides.push(Override { key, value, argument: leaf.argument() });
             return Ok(());
         }
         self.assign(leaf, &entries, program);
-        Ok(())
-    }
-
-    /// Takes what DeepSpeed's file says beside the one that names it, where the two agree.
-    fn agree(&mut self, program: &Program, named: Vec<Override>) -> Result<(), ConfigError> {
-        let said = self.overrides.clone();
-        for one in named {
-            let own = said.iter().rfind(|own| own.key == one.key);
-            let counts = OF_DEEPSPEED.contains(&one.key.as_str());
-            match own {
-                None if Program::is_by_itself(&one) && program.is_script() => {}
-                Some(_) if Program::is_by_itself(&one) => {}
-                Some(own) if same_value(own, &one) => {}
-                // Switches that are off leave f32 where nothing else turns one on.
-                Some(own) if own.key == "training.mixed_precision" && one.value == "f32" => {
-                    self.left.push(format!("{} ({} counts)", one.argument, own.argument));
-                }
-                Some(own) if !counts => return Err(disagreement(own, &one)),
-                Some(own) => {
-                    self.left.push(format!("{} ({} counts)", own.argument, one.argument));
-                    self.overrides.retain(|own| own.key != one.key);
-                    self.overrides.push(one);
-                }
-                None => self.overrides.push(one),
-            }
-        }
         Ok(())
     }
 
@@ -202,10 +190,80 @@ impl Imported {
         }
         for (ours, value) in meant {
             if !self.overrides.iter().any(|one| one.key == ours && one.value == value) {
-                let argument = format!("{}: {} {}", leaf.place, leaf.key, shortened(&leaf.value));
-                self.overrides.push(Override { key: ours.to_owned(), value, argument });
+                self.overrides.push(Override { key: ours.to_owned(), value, argument: leaf.argument() });
             }
         }
+    }
+}
+
+impl Read {
+    /// Reads a text. Files that it names, and those that they name, so many times, go to `named`.
+    fn new(
+        text: &str,
+        origin: &str,
+        (folder, further): (Option<&Path>, u32),
+        named: &mut Vec<Read>,
+    ) -> Result<Read, ConfigError> {
+        let (leaves, program) = read(text, origin)?;
+        let mut imported = Imported::default();
+        let known = named.len();
+        for leaf in &leaves {
+            imported.take(leaf, program, (folder, further), named)?;
+        }
+        let off = imported.settle_precision(&leaves);
+        if imported.overrides.is_empty() && named.len() == known {
+            let reason = format!("no key of {} or of a training script is in it", Program::names());
+            return Err(ConfigError::Syntax { place: Place::argument(&format!("{origin}:1:1")), reason });
+        }
+        Ok(Read { imported, program, leaves, off, is_launchers: false })
+    }
+
+    /// Takes what a file says that this one names, where the two agree.
+    fn join(&mut self, inner: Read, decided: &[&str]) -> Result<(), ConfigError> {
+        let of_deepspeed = inner.program.name == DEEPSPEED;
+        let goes_over = inner.is_launchers;
+        let said = self.imported.overrides.clone();
+        self.imported.left.extend(inner.imported.left);
+        for one in inner.imported.overrides {
+            let is_by_itself = Program::is_by_itself(&one);
+            let Some(own) = said.iter().rfind(|own| own.key == one.key) else {
+                if one.key == PRECISION {
+                    self.off.clone_from(&inner.off);
+                }
+                // A script may do more than its arguments say.
+                if !is_by_itself || of_deepspeed && !self.program.is_script() {
+                    self.imported.overrides.push(one);
+                }
+                continue;
+            };
+            let is_taken = match one.key.as_str() {
+                key if is_by_itself || decided.contains(&key) => continue,
+                PRECISION => {
+                    let off = std::mem::take(&mut self.off);
+                    let mut bits = SixteenBits { precision: own.value.clone(), off };
+                    let other = SixteenBits { precision: one.value.clone(), off: inner.off.clone() };
+                    let is_taken = bits.join(&other, goes_over);
+                    self.off = bits.off;
+                    is_taken
+                }
+                _ if same_value(own, &one) => continue,
+                // Each switch turns it on.
+                "training.gradient_checkpointing" if goes_over => Some(one.value == "full"),
+                key if of_deepspeed && OF_DEEPSPEED.contains(&key) => Some(true),
+                _ => goes_over.then_some(false),
+            };
+            let is_taken =
+                is_taken.ok_or_else(|| ConfigError::of_two_files(&one.key, &one.argument, &own.argument))?;
+            let (counts, other) = if is_taken { (&one, own) } else { (own, &one) };
+            if !same_value(own, &one) {
+                self.imported.left.push(format!("{} ({} counts)", other.argument, counts.argument));
+            }
+            if is_taken {
+                self.imported.overrides.retain(|own| own.key != one.key);
+                self.imported.overrides.push(one);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -213,16 +271,6 @@ impl Imported {
 fn same_value(own: &Override, other: &Override) -> bool {
     let number = |one: &Override| one.value.parse::<f64>().ok();
     own.value.eq_ignore_ascii_case(&other.value) || number(own).is_some_and(|own| number(other) == Some(own))
-}
-
-/// That a file and the one that it names do not say the same of a key.
-fn disagreement(own: &Override, named: &Override) -> ConfigError {
-    let (place, said) = named.argument.split_once(": ").unwrap_or((&named.argument, &named.key));
-    let reason = format!(
-        "{said} does not go with {} in the file that names this one: both are {}; make the two agree, or set one to auto",
-        own.argument, named.key
-    );
-    ConfigError::Syntax { place: Place::argument(place), reason }
 }
 
 /// The keys of a text and the program that has such keys.
@@ -281,23 +329,6 @@ const KINDS: [(&str, &str, &[&str], &str); 4] = [
     ("axolotl", "rl", &["false"], "training on preferences is not known"),
 ];
 
-/// A file that another one names: from that one's folder on, or from where the command runs.
-fn beside(folder: &Path, name: &str) -> PathBuf {
-    let own = folder.join(name);
-    let here = PathBuf::from(name);
-    if !own.exists() && here.exists() { here } else { own }
-}
-
-/// Whether a key names a file that is read too: DeepSpeed's, or accelerate's in a script.
-fn names_a_file(key: &str, value: &str) -> bool {
-    let is = |ends: &[&str]| ends.iter().any(|end| value.ends_with(end));
-    match key {
-        "deepspeed" | "deepspeed_config" | "deepspeed_config.deepspeed_config_file" => is(&[".json"]),
-        "config_file" => is(&[".yaml", ".yml", ".json"]),
-        _ => false,
-    }
-}
-
 /// A file of another program in that program's own keys, for whoever needs its words and not ours.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForeignFile {
@@ -309,17 +340,6 @@ pub struct ForeignFile {
     pub has_fsdp: bool,
 }
 
-/// A key of another program's file: `zero_optimization.stage`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ForeignKey {
-    /// With dots where it is nested.
-    pub key: String,
-    /// As it is written; a list in brackets, as JSON.
-    pub value: String,
-    /// File, line and column.
-    pub place: String,
-}
-
 impl ForeignFile {
     /// Reads the files that [`Imported::from_file`] reads.
     ///
@@ -327,23 +347,9 @@ impl ForeignFile {
     /// It cannot be read, is no YAML or JSON and no script, or says nothing.
     pub fn read(path: &Path) -> Result<ForeignFile, ConfigError> {
         let (text, origin) = read_file(path)?;
-        let (leaves, program) = read(&text, &origin)?;
-        let has_fsdp = leaves.iter().any(|leaf| program.has_fsdp(leaf));
-        let keys = leaves.into_iter().map(|Leaf { key, value, place }| ForeignKey { key, value, place });
-        Ok(ForeignFile { program: program.name, keys: keys.collect(), has_fsdp })
-    }
-}
-
-impl ForeignKey {
-    /// For a list of what is not understood.
-    pub fn shown(&self) -> String {
-        format!("{}: {} ({})", self.place, self.key, shortened(&self.value))
-    }
-
-    /// The file that it names, where that is read too: DeepSpeed's, or accelerate's in a script. `folder` is that of the file which
-    /// names it.
-    pub fn named_file(&self, folder: &Path) -> Option<PathBuf> {
-        names_a_file(&self.key, &self.value).then(|| beside(folder, &self.value))
+        let (keys, program) = read(&text, &origin)?;
+        let has_fsdp = keys.iter().any(|key| program.has_fsdp(key));
+        Ok(ForeignFile { program: program.name, keys, has_fsdp })
     }
 }
 
@@ -352,12 +358,26 @@ mod tests {
     use super::*;
     use crate::config::{Auto, MixedPrecision, Paths};
 
-    fn config(text: &str) -> (RawConfig, Imported) {
-        let imported = Imported::from_text(text, "theirs", None).unwrap();
+    fn read(text: &str) -> Result<Imported, ConfigError> {
+        Imported::from_text(text, "theirs", None, &RawConfig::default())
+    }
+
+    fn read_file(path: &Path) -> Result<Imported, String> {
+        Imported::from_file(path, &RawConfig::default()).map_err(|error| error.to_string())
+    }
+
+    /// What is configured by what was read.
+    fn applied(imported: &Imported) -> RawConfig {
         let mut config = RawConfig::default();
         for Override { key, value, argument } in &imported.overrides {
             config.apply_override(key, value, argument).unwrap();
         }
+        config
+    }
+
+    fn config(text: &str) -> (RawConfig, Imported) {
+        let imported = read(text).unwrap();
+        let config = applied(&imported);
         let mut whole = config.clone();
         whole.model.path.get_or_insert_with(|| "m".to_owned());
         whole.validate().unwrap();
@@ -521,11 +541,8 @@ mod tests {
             "data.num_workers=8",
             "model.from_scratch.intermediate_size=2048",
         ];
-        let imported = Imported::from_text(text, "theirs", None).unwrap();
-        let mut found = RawConfig::default();
-        for Override { key, value, argument } in &imported.overrides {
-            found.apply_override(key, value, argument).unwrap();
-        }
+        let imported = read(text).unwrap();
+        let found = applied(&imported);
         assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
         let left = imported.left.join("\n");
         for words in ["training.bf16 true (theirs:5", "training.gradient_checkpointing false (theirs:10"] {
@@ -537,7 +554,7 @@ mod tests {
     #[test]
     fn an_optimizer_that_is_not_known_is_said_to_count() {
         let text = r#"{"per_device_train_batch_size": 1, "optim": "rmsprop", "report_to": "wandb"}"#;
-        let left = Imported::from_text(text, "theirs", None).unwrap().left;
+        let left = read(text).unwrap().left;
         let of = |key: &str| left.iter().find(|one| one.contains(key)).unwrap();
         assert!(of("rmsprop").contains("this value of training.optimizer is not known"), "{left:?}");
         assert!(!of("wandb").contains("not known"), "{left:?}");
@@ -566,10 +583,7 @@ mod tests {
     fn all_of_ava_is_carried_over_or_answered() {
         let text = include_str!("imported/ava_example.yaml");
         let imported = Imported::text_as_ours(text, "base.yaml").unwrap().unwrap();
-        let mut found = RawConfig::default();
-        for Override { key, value, argument } in &imported.overrides {
-            found.apply_override(key, value, argument).unwrap();
-        }
+        let found = applied(&imported);
         found.validate().unwrap();
         assert_eq!(found.data.train, Some(Paths::one("corpus.txt")));
         assert_eq!(found.model.from_scratch.num_experts, Some(8));
@@ -618,11 +632,8 @@ mod tests {
                     --per-device-train-batch-size=2 --gradient_checkpointing --deepspeed ds.json \\\n  --report_to wandb # later\n";
         let file = folder.path().join("run.sh");
         std::fs::write(&file, text).unwrap();
-        let imported = Imported::from_file(&file).unwrap();
-        let mut found = RawConfig::default();
-        for Override { key, value, argument } in &imported.overrides {
-            found.apply_override(key, value, argument).unwrap();
-        }
+        let imported = read_file(&file).unwrap();
+        let found = applied(&imported);
         let settings = [
             "parallel.data_parallel=8",
             "model.path=org/my model",
@@ -633,12 +644,12 @@ mod tests {
         ];
         assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
         assert_eq!(imported.left, [format!("{}:7: report_to (wandb)", file.display())]);
-        let open = Imported::from_text("torchrun train.py --bf16 True \\\n --x 'open\n", "run.sh", None)
-            .unwrap_err();
+        let text_of_open = "torchrun train.py --bf16 True \\\n --x 'open\n";
+        let open = Imported::from_text(text_of_open, "run.sh", None, &RawConfig::default()).unwrap_err();
         assert!(open.to_string().contains("run.sh:2: a quote is not closed"), "{open}");
         let missing = text.replace("ds.json", "no.json");
         std::fs::write(&file, missing).unwrap();
-        assert!(Imported::from_file(&file).unwrap_err().to_string().contains("no.json"));
+        assert!(read_file(&file).unwrap_err().contains("no.json"));
     }
 
     #[test]
@@ -700,16 +711,20 @@ mod tests {
 
     /// Arguments of the trainer that name DeepSpeed's file.
     fn with_deepspeed(arguments: &str, deepspeed: &str) -> Result<(RawConfig, Vec<String>), String> {
+        with_deepspeed_under(&RawConfig::default(), arguments, deepspeed)
+    }
+
+    fn with_deepspeed_under(
+        flags: &RawConfig,
+        arguments: &str,
+        deepspeed: &str,
+    ) -> Result<(RawConfig, Vec<String>), String> {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("ds.json"), deepspeed).unwrap();
         let file = folder.path().join("arguments.json");
         std::fs::write(&file, format!(r#"{{"deepspeed": "ds.json", {arguments}}}"#)).unwrap();
-        let imported = Imported::from_file(&file).map_err(|error| error.to_string())?;
-        let mut config = RawConfig::default();
-        for Override { key, value, argument } in &imported.overrides {
-            config.apply_override(key, value, argument).unwrap();
-        }
-        Ok((config, imported.left))
+        let imported = Imported::from_file(&file, flags).map_err(|error| error.to_string())?;
+        Ok((applied(&imported), imported.left))
     }
 
     #[test]
@@ -749,6 +764,78 @@ mod tests {
         assert!(with_deepspeed(arguments, folders).is_ok());
     }
 
+    /// Switches of 16 bits of the same kind have to agree; those that are off say nothing of the other kind.
+    #[test]
+    fn two_files_agree_about_16_bits_or_are_refused() {
+        for (arguments, deepspeed) in [
+            (r#""bf16": true"#, r#""bf16": {"enabled": false}"#),
+            (r#""bf16": true"#, r#""fp16": {"enabled": true}"#),
+            (r#""bf16": false, "fp16": false"#, r#""bf16": {"enabled": true}"#),
+        ] {
+            let [arguments, deepspeed] = [
+                format!(r#""learning_rate": 1e-4, {arguments}"#),
+                format!(r#"{{"zero_optimization": {{"stage": 2}}, {deepspeed}}}"#),
+            ];
+            let error = with_deepspeed(&arguments, &deepspeed).unwrap_err();
+            for words in
+                ["ds.json:1:", " does not go with ", "arguments.json:1:", "both are training.mixed_precision"]
+            {
+                assert!(error.contains(words), "{words}: {error}");
+            }
+            // A flag goes over both, whatever it says.
+            for flag in ["training.mixed_precision=fp16", "training.mixed_precision=auto"] {
+                let flags = RawConfig::from_overrides([flag]).unwrap();
+                assert!(with_deepspeed_under(&flags, &arguments, &deepspeed).is_ok(), "{flag}");
+            }
+            let others = RawConfig::from_overrides(["training.batch_size=3"]).unwrap();
+            assert!(with_deepspeed_under(&others, &arguments, &deepspeed).is_err());
+        }
+        let precision = |arguments: &str, deepspeed: &str| {
+            let deepspeed = format!(r#"{{"zero_optimization": {{"stage": 2}}, {deepspeed}}}"#);
+            with_deepspeed(arguments, &deepspeed).unwrap().0.training.mixed_precision().set()
+        };
+        let on = r#""bf16": {"enabled": true}"#;
+        assert_eq!(precision(r#""fp16": false"#, on), Some(MixedPrecision::Bf16));
+        assert_eq!(precision(r#""bf16": "auto", "fp16": false"#, on), Some(MixedPrecision::Bf16));
+        let off = r#""fp16": {"enabled": false}"#;
+        assert_eq!(precision(r#""bf16": false"#, off), Some(MixedPrecision::F32));
+        assert_eq!(precision(r#""bf16": "auto", "fp16": false"#, r#""wall_clock_breakdown": true"#), None);
+    }
+
+    /// A command goes over the file of its launcher, wherever it names that. Ranks are shared out once.
+    #[test]
+    fn the_file_of_a_launcher_yields() {
+        let folder = tempfile::tempdir().unwrap();
+        let launcher = "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: fp16\ngradient_accumulation_steps: 2\n\
+                        parallelism_config: {parallelism_config_tp_size: 2}\n";
+        std::fs::write(folder.path().join("a.yaml"), launcher).unwrap();
+        let file = folder.path().join("run.sh");
+        for (text, settings) in [
+            (
+                "accelerate launch --config_file a.yaml train.py --bf16 true --gradient_accumulation_steps 4",
+                [
+                    "parallel.data_parallel=4",
+                    "training.mixed_precision=bf16",
+                    "training.gradient_accumulation_steps=4",
+                ],
+            ),
+            (
+                "accelerate launch --num_processes 4 --config_file a.yaml train.py --bf16 false",
+                [
+                    "parallel.data_parallel=2",
+                    "training.mixed_precision=fp16",
+                    "training.gradient_accumulation_steps=2",
+                ],
+            ),
+        ] {
+            std::fs::write(&file, text).unwrap();
+            let imported = read_file(&file).unwrap();
+            let common = ["parallel.zero_stage=3", "parallel.tensor_parallel=2"];
+            let wanted = RawConfig::from_overrides(settings.into_iter().chain(common)).unwrap();
+            assert_eq!(applied(&imported), wanted, "{imported:#?}");
+        }
+    }
+
     /// Where neither file says it, DeepSpeed does not clip.
     #[test]
     fn the_norm_is_that_of_the_trainer_where_deepspeeds_file_has_none() {
@@ -768,7 +855,7 @@ mod tests {
             check(&text, &["training.batch_size=4"], &[]);
         }
         let text = r#"{"per_device_train_batch_size": 4, "gradient_checkpointing": "yes"}"#;
-        let left = Imported::from_text(text, "theirs", None).unwrap().left;
+        let left = read(text).unwrap().left;
         assert_eq!(left.len(), 1);
         assert!(left[0].contains("this value of training.gradient_checkpointing is not known"), "{left:?}");
     }
@@ -801,11 +888,8 @@ mod tests {
         ] {
             let file = folder.path().join("run.sh");
             std::fs::write(&file, text).unwrap();
-            let imported = Imported::from_file(&file).unwrap();
-            let mut found = RawConfig::default();
-            for Override { key, value, argument } in &imported.overrides {
-                found.apply_override(key, value, argument).unwrap();
-            }
+            let imported = read_file(&file).unwrap();
+            let found = applied(&imported);
             assert_eq!(found, RawConfig::from_overrides(settings.iter().copied()).unwrap(), "{imported:#?}");
         }
     }
@@ -834,7 +918,7 @@ mod tests {
         check(trainer, &settings, &[]);
         // The trainer writes the section whether FSDP is on or not.
         let off = r#"{"per_device_train_batch_size": 4, "fsdp": [], "fsdp_config": {"min_num_params": 0, "xla": false}}"#;
-        let imported = Imported::from_text(off, "theirs", None).unwrap();
+        let imported = read(off).unwrap();
         assert_eq!(imported.overrides.len(), 1, "{imported:?}");
     }
 
@@ -853,12 +937,12 @@ mod tests {
         ];
         check(text, &settings, &["theirs:2:69: bias (none)"]);
         let other = text.replace("LORA", "IA3");
-        let error = Imported::from_text(&other, "theirs", None).unwrap_err().to_string();
+        let error = read(&other).unwrap_err().to_string();
         assert!(error.starts_with("theirs:1:15: peft_type IA3 is another kind of run"), "{error}");
         for text in
             ["finetuning_type: freeze\n", "finetuning_type: lora\nstage: dpo\n", "base_model: m\nrl: dpo\n"]
         {
-            let error = Imported::from_text(text, "theirs", None).unwrap_err().to_string();
+            let error = read(text).unwrap_err().to_string();
             assert!(error.contains("another kind of run"), "{error}");
         }
     }
@@ -893,7 +977,7 @@ mod tests {
 
     #[test]
     fn files_of_strangers_are_refused_with_their_place() {
-        let error = |text: &str| Imported::from_text(text, "theirs", None).unwrap_err().to_string();
+        let error = |text: &str| read(text).unwrap_err().to_string();
         for text in [
             "{\"zero_optimization\": {\"stage\": 3, ",
             &"[".repeat(100_000),
@@ -906,7 +990,7 @@ mod tests {
         for text in ["", "[]", "3", "null"] {
             assert!(error(text).starts_with("theirs"), "{}", error(text));
         }
-        let wrong = Imported::from_text(r#"{"zero_optimization": {"stage": 9}}"#, "theirs", None).unwrap();
+        let wrong = read(r#"{"zero_optimization": {"stage": 9}}"#).unwrap();
         let Override { key, value, argument } = &wrong.overrides[0];
         let mut config = RawConfig::default();
         let refused = config.apply_override(key, value, argument).and_then(|()| config.validate());

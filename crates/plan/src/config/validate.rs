@@ -8,6 +8,10 @@ use super::{
     MixedPrecision, Paths, RawConfig, availability, is_unset,
 };
 
+/// The keys of a batch.
+const BATCH_KEYS: [&str; 3] =
+    ["training.batch_size", "training.gradient_accumulation_steps", "training.effective_batch_size"];
+
 impl RawConfig {
     /// Refuses what cannot work whatever the model and the machine.
     ///
@@ -181,7 +185,9 @@ impl RawConfig {
         }
         self.check_optimizer(errors);
         self.check_lora(errors);
-        if let Err(error) = self.batch_settings() {
+        // A number out of its range is said already, and does not go with others either.
+        let is_refused = errors.iter().any(|error| BATCH_KEYS.iter().any(|key| error.is_range_of(key)));
+        if let (Err(error), false) = (self.batch_settings(), is_refused) {
             errors.push(error);
         }
         self.check_in_backward(errors);

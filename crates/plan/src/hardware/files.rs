@@ -56,7 +56,7 @@ pub fn kilobytes(text: &str, key: &str) -> Option<u64> {
 }
 
 /// The cores in a list such as `0-3,8`; ranges beyond any machine are cut.
-pub(super) fn core_list(text: &str) -> Vec<u32> {
+pub fn core_list(text: &str) -> Vec<u32> {
     const MOST: u32 = 1 << 16;
     let mut cores = Vec::new();
     for range in text.trim().split(',') {

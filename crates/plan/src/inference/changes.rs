@@ -43,7 +43,7 @@ pub(super) fn of(
     }
     let is_enough = |other: &InferencePlan| other.fits() && (!plan.fits() || other.is_all_on_device());
     let mut add = |flag, value: String, other: InferenceQuestion<'_>| -> Result<bool, StepError> {
-        let found = other.answer()?;
+        let found = other.settled()?.answer()?;
         let enough = is_enough(&found);
         if enough {
             changes.push(InferenceChange {
@@ -56,9 +56,11 @@ pub(super) fn of(
         }
         Ok(enough)
     };
-    let may_do = |other: InferenceQuestion<'_>| match plan.fits() {
-        true => other.every_device(|request| request.fits_on_device()),
-        false => other.every_device(|request| request.fits()),
+    let may_do = |other: InferenceQuestion<'_>| {
+        other.settled()?.every_device(|request| match plan.fits() {
+            true => request.fits_on_device(),
+            false => request.fits(),
+        })
     };
     for dtype in STORAGES {
         let other = InferenceQuestion { quantize: dtype.into(), ..*question };
@@ -67,8 +69,12 @@ pub(super) fn of(
             break;
         }
     }
-    if !plan.fits() {
-        narrower_caches(question, &mut add)?;
+    let narrower = |dtype: &DType| plan.cache().is_none_or(|own| bits(*dtype) < bits(own));
+    for dtype in CACHES.into_iter().filter(narrower) {
+        let other = InferenceQuestion { cache: Some(dtype), ..*question };
+        if may_do(other)? && add("--kv-cache", cache_name(dtype).to_owned(), other)? {
+            break;
+        }
     }
     let with = |sequences| InferenceQuestion { sequences, ..*question };
     if let Some(sequences) = largest(question.sequences.saturating_sub(1), |n| may_do(with(n)))? {
@@ -80,23 +86,6 @@ pub(super) fn of(
         add("--context", (steps * CONTEXT_STEP).to_string(), with(steps))?;
     }
     Ok(changes)
-}
-
-/// The widest cache that is narrower than what is asked for and fits.
-fn narrower_caches(
-    question: &InferenceQuestion<'_>,
-    add: &mut dyn FnMut(&'static str, String, InferenceQuestion<'_>) -> Result<bool, StepError>,
-) -> Result<(), StepError> {
-    let narrower = |dtype: &DType| question.cache.is_none_or(|own| bits(*dtype) < bits(own));
-    for dtype in CACHES.into_iter().filter(narrower) {
-        let other = InferenceQuestion { cache: Some(dtype), ..*question };
-        if other.every_device(|request| request.fits())?
-            && add("--kv-cache", cache_name(dtype).to_owned(), other)?
-        {
-            break;
-        }
-    }
-    Ok(())
 }
 
 /// Bytes of 256 values.

@@ -20,7 +20,7 @@ const AT_LEAST: usize = 2;
 /// Combinations of coupled axes that are looked at beside those that were measured.
 const FURTHER: usize = 12;
 /// Types and updates that have pieces of their own at the least memory.
-const MEASURED: usize = 4;
+const MEASURED: usize = 3;
 /// What is not better by this share is not run.
 const BETTER: f64 = 0.99;
 

@@ -235,7 +235,8 @@ impl<'a> Walk<'a> {
             }
         }
         if let Some((best, _)) = self.best(aim, |_| true) {
-            self.walk_from(best, aim, turns);
+            // Pieces of its own say nearly always what a second turn would.
+            self.walk_from(best, aim, 1);
         }
     }
 

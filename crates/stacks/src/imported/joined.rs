@@ -1,20 +1,27 @@
-//! A file of another program with the files that it names: what they say together.
+//! The files of a run, each with those that it names: what they say together.
 
-use std::path::Path;
+use std::collections::BTreeMap;
 
-use plimsoll_plan::config::{ConfigError, ForeignKey};
-use serde_json::{Value, json};
+use plimsoll_plan::config::{ACCELERATE, ConfigError, DEEPSPEED, ForeignKey, SixteenBits};
+use serde_json::{Map, Value, json};
 
 use super::keys::Settled;
-use super::{DEEPSPEED, Imported, conflict};
+use super::{conflict, lay_over};
+use crate::resolve::hardware::target;
 
-/// What a file and those that it names say, before what only all of them decide.
+/// What a file says, or several, before what only all of them and the flags decide.
+#[derive(Default)]
 pub struct Joined {
-    imported: Imported,
+    /// Whose file it is.
+    pub program: &'static str,
+    pub keys: Map<String, Value>,
+    /// By what each key was said, with its place, and whose file that is.
+    said: BTreeMap<String, (String, &'static str)>,
+    left: Vec<String>,
     /// The kinds of 16 bits that are switched off, where nothing else says the precision.
     off: Vec<&'static str>,
-    /// DeepSpeed's `train_batch_size`, and how it is shown.
-    train_batch: Option<(u64, String)>,
+    /// DeepSpeed's `train_batch_size`, and the key.
+    train_batch: Option<(u64, ForeignKey)>,
     /// Whether `devices` are those of one machine of several.
     is_of_machines: bool,
 }
@@ -22,67 +29,108 @@ pub struct Joined {
 /// Arguments of launchers that say how many machines there are, where devices are said of each.
 const MACHINES: [&str; 2] = ["nnodes", "num_nodes"];
 
+/// The flags beside which `train_batch_size` need not be a product.
+const OF_BATCH: [&str; 4] = ["batch_size", "gradient_accumulation_steps", "devices", "hardware"];
+
 impl Joined {
-    /// A file that says nothing but its keys.
-    pub fn of(imported: Imported) -> Joined {
-        Joined { imported, off: Vec::new(), train_batch: None, is_of_machines: false }
-    }
-
     /// A file whose keys were taken.
-    pub fn settled(program: &str, settled: Settled, left: Vec<String>, all: &[ForeignKey]) -> Joined {
-        let Settled { keys, off, train_batch } = settled;
-        let is_batch = |key: &&ForeignKey| key.key.trim_start_matches("deepspeed.") == "train_batch_size";
-        let shown = all.iter().find(is_batch).map(ForeignKey::shown);
-        Joined {
-            imported: Imported { program: program.to_owned(), keys, left },
-            off,
-            train_batch: train_batch.zip(shown),
-            is_of_machines: all.iter().any(|key| MACHINES.contains(&key.key.as_str()) && key.value != "1"),
-        }
+    pub fn settled(program: &'static str, settled: Settled, left: Vec<String>, all: &[ForeignKey]) -> Joined {
+        let Settled { keys, said, off, train_batch } = settled;
+        let is_of_machines = all.iter().any(|key| MACHINES.contains(&key.key.as_str()) && key.value != "1");
+        let said = said.into_iter().map(|(key, by)| (key, (by.argument(), program))).collect();
+        Joined { program, keys, said, left, off, train_batch, is_of_machines }
     }
 
-    /// Takes what a file says that `named` names; what both say must agree.
-    pub fn join(&mut self, inner: Joined, path: &Path, named: &ForeignKey) -> Result<(), ConfigError> {
-        let of_deepspeed = inner.imported.program == DEEPSPEED;
-        // A command goes over the file of its launcher (`accelerate launch`).
-        let goes_over = named.key == "config_file";
-        self.imported.left.retain(|line| *line != named.shown());
-        self.imported.left.extend(inner.imported.left);
-        if !self.imported.keys.contains_key("precision") {
-            self.off.clone_from(&inner.off);
+    /// The file with flags over what it says.
+    pub fn under(mut self, flags: &Map<String, Value>) -> Joined {
+        let mut own = flags.clone();
+        own.retain(|key, _| self.keys.contains_key(key));
+        lay_over(&mut self.keys, &own);
+        if own.contains_key("precision") {
+            self.off.clear();
         }
-        for (key, value) in inner.imported.keys {
-            let Some(own) = self.imported.keys.get(&key) else {
-                self.imported.keys.insert(key, value);
+        self
+    }
+
+    /// By what a key was said, and whose file that is.
+    fn said(&self, key: &str, value: &Value) -> (String, &'static str) {
+        let by_itself = || (format!("{} by itself: {key}={value}", self.program), self.program);
+        self.said.get(key).cloned().unwrap_or_else(by_itself)
+    }
+
+    /// Takes what another file says; what both say must agree.
+    pub fn join(&mut self, file: Joined) -> Result<(), ConfigError> {
+        for (key, value) in &file.keys {
+            let (other, _) = file.said(key, value);
+            let Some(known) = self.keys.get(key) else {
+                if key == "precision" {
+                    self.off.clone_from(&file.off);
+                }
+                self.keys.insert(key.clone(), value.clone());
+                self.said.insert(key.clone(), (other, file.program));
                 continue;
             };
+            let (own, program) = self.said(key, known);
+            // A command goes over the file of its launcher.
+            let goes_over = file.program == ACCELERATE && program != ACCELERATE;
             let is_taken = match key.as_str() {
+                "precision" => {
+                    let bits = |value: &Value, off: &[&'static str]| SixteenBits {
+                        precision: value.as_str().unwrap_or_default().to_owned(),
+                        off: off.to_vec(),
+                    };
+                    let mut own = bits(known, &self.off);
+                    let is_taken = own.join(&bits(value, &file.off), goes_over);
+                    self.off = own.off;
+                    is_taken
+                }
+                // Every file of transformers' says the same stack; torchtune's and DeepSpeed's count.
+                "stack" => Some(value != "hf"),
+                _ if known == value => Some(false),
                 // An optimizer in DeepSpeed's file is the one that is made.
-                "optimizer" if of_deepspeed => Some(true),
+                "optimizer" if file.program == DEEPSPEED && program != DEEPSPEED => Some(true),
                 // Each switch turns it on.
                 "gradient_checkpointing" if goes_over => Some(value == true),
-                "precision" => takes_precision(own, &self.off, &value, &inner.off, goes_over),
-                _ => (*own == value || key == "stack" || goes_over).then_some(false),
+                _ => goes_over.then_some(false),
             };
-            match is_taken {
-                Some(true) => drop(self.imported.keys.insert(key, value)),
-                Some(false) => {}
-                None => return Err(disagree(path, &key, &value, named, own)),
+            let is_taken = is_taken.ok_or_else(|| ConfigError::of_two_files(key, &other, &own))?;
+            let is_same = match key.as_str() {
+                "stack" => true,
+                "precision" => plain(known) == plain(value),
+                _ => known == value,
+            };
+            if !is_same {
+                let (counts, lost) = if is_taken { (&other, &own) } else { (&own, &other) };
+                self.left.push(format!("{lost} ({counts} counts)"));
+            }
+            if is_taken {
+                self.keys.insert(key.clone(), value.clone());
+                self.said.insert(key.clone(), (other, file.program));
             }
         }
-        self.off.retain(|_| self.imported.keys.get("precision").is_some_and(|own| own == "f32"));
-        self.train_batch = self.train_batch.take().or(inner.train_batch);
-        self.is_of_machines |= inner.is_of_machines;
+        self.left.extend(file.left);
+        self.train_batch = self.train_batch.take().or(file.train_batch);
+        self.is_of_machines |= file.is_of_machines;
         Ok(())
     }
 
-    /// With what DeepSpeed's batch of all devices and micro-batches says of one.
-    pub fn finish(mut self) -> Result<Imported, ConfigError> {
-        let Some((all, shown)) = self.train_batch else { return Ok(self.imported) };
-        let keys = &mut self.imported.keys;
+    /// The keys under the flags, with what DeepSpeed's batch of all devices and micro-batches says of one; and what says nothing here.
+    pub fn finish(
+        mut self,
+        flags: &Map<String, Value>,
+    ) -> Result<(Map<String, Value>, Vec<String>), ConfigError> {
+        lay_over(&mut self.keys, flags);
+        let (mut keys, mut left) = (self.keys, self.left);
+        let Some((all, key)) = self.train_batch else { return Ok((keys, left)) };
         let number = |key: &str| keys.get(key).and_then(Value::as_u64);
         let [batch, steps] = ["batch_size", "gradient_accumulation_steps"].map(number);
-        let devices = number("devices").filter(|_| !self.is_of_machines);
+        let is_of_machine = self.is_of_machines && !flags.contains_key("devices");
+        // A card without a number says nothing of how many there are.
+        let of_hardware = || {
+            let name = keys.get("hardware").and_then(Value::as_str)?;
+            target(name).ok().map(|target| target.devices()).filter(|devices| *devices > 1)
+        };
+        let devices = number("devices").or_else(of_hardware).filter(|_| !is_of_machine);
         let found = match (batch, steps, devices) {
             (None, _, Some(devices)) => Some(("batch_size", share(all, &[steps.unwrap_or(1), devices]))),
             (Some(batch), None, Some(devices)) => {
@@ -98,17 +146,31 @@ impl Joined {
             }
             (Some(_), None, None) => None,
             (None, _, None) => {
-                self.imported.left.push(format!("{shown}: of how many devices is not said; give batch_size"));
+                let words = "of how many devices is not said; give devices or batch_size";
+                left.push(format!("{}: {words}", key.shown()));
                 None
             }
         };
         match found {
             None => {}
             Some((key, Some(value))) => drop(keys.insert(key.to_owned(), json!(value))),
-            Some((_, None)) => return Err(no_product(&shown, batch, steps, devices)),
+            Some((_, None)) => {
+                let reason = no_product(&key.shown(), batch, steps, devices);
+                if batch.is_none() || !OF_BATCH.iter().any(|flag| flags.contains_key(*flag)) {
+                    let remedy =
+                        "it is the micro-batch of a device times gradient_accumulation_steps times devices";
+                    return Err(conflict(reason, remedy));
+                }
+                left.push(format!("{reason}, and the flags count"));
+            }
         }
-        Ok(self.imported)
+        Ok((keys, left))
     }
+}
+
+/// A precision without its autocast.
+fn plain(precision: &Value) -> Option<&str> {
+    Some(precision.as_str()?.trim_end_matches("-amp"))
 }
 
 /// A number without these factors, where it is a product of them.
@@ -118,36 +180,9 @@ fn share(all: u64, factors: &[u64]) -> Option<u64> {
     is_product.then(|| all / product)
 }
 
-/// Whether the precision of a file that is named is taken; `None` where it contradicts one's own. 16 bits that are off say nothing of the
-/// other kind, and DeepSpeed's engine has no autocast.
-fn takes_precision(
-    own: &Value,
-    own_off: &[&str],
-    value: &Value,
-    value_off: &[&str],
-    goes_over: bool,
-) -> Option<bool> {
-    let [own, value] = [own, value].map(|one| one.as_str().unwrap_or_default().trim_end_matches("-amp"));
-    if own == value || !value_off.is_empty() && !value_off.contains(&own) {
-        return Some(false);
-    }
-    if !own_off.is_empty() && (goes_over || !own_off.contains(&value)) {
-        return Some(true);
-    }
-    goes_over.then_some(false)
-}
-
-fn disagree(path: &Path, key: &str, value: &Value, named: &ForeignKey, own: &Value) -> ConfigError {
-    let reason = format!("{}: {key} is {value}, and the file that names it says {own}", path.display());
-    conflict(format!("{reason} ({})", named.place), "make the two agree, or set one to auto")
-}
-
-fn no_product(shown: &str, batch: Option<u64>, steps: Option<u64>, devices: Option<u64>) -> ConfigError {
+fn no_product(shown: &str, batch: Option<u64>, steps: Option<u64>, devices: Option<u64>) -> String {
     let parts = [("sequences", batch), ("micro-batches", steps), ("devices", devices)];
     let parts: Vec<String> =
         parts.iter().filter_map(|(name, number)| Some(format!("{} {name}", (*number)?))).collect();
-    conflict(
-        format!("{shown}: this is no product of {}", parts.join(", ")),
-        "it is the micro-batch of a device times gradient_accumulation_steps times devices",
-    )
+    format!("{shown}: this is no product of {}", parts.join(", "))
 }

@@ -2,11 +2,16 @@
 
 use std::collections::BTreeMap;
 
+use plimsoll_plan::config::{DEEPSPEED, ForeignKey};
 use serde_json::{Map, Value, json};
 
 /// A request that is being put together.
 pub struct Draft {
     keys: Map<String, Value>,
+    /// Which key of the file each was said by, where one says it.
+    said: BTreeMap<String, ForeignKey>,
+    /// The key that is taken.
+    at: Option<ForeignKey>,
     lora: Map<String, Value>,
     /// What torchtune adapts beside what it lists of attention.
     adapted: Vec<&'static str>,
@@ -16,26 +21,27 @@ pub struct Draft {
     evaluates: bool,
     /// How parameters are trained, where a key says it: `lora`, `full`.
     method: Option<String>,
-    /// The switches of 16 bits: on, off, or left to something else.
-    halves: BTreeMap<&'static str, Option<bool>>,
     /// 16 bits for everything, which goes over autocast.
     pure_half: Option<&'static str>,
     /// FSDP's switch of checkpointing. Each of the two switches turns it on, and neither turns the other one off.
     fsdp_checkpoints: bool,
     /// Sequences of a step on all devices together.
-    train_batch: Option<u64>,
+    train_batch: Option<(u64, ForeignKey)>,
     /// What the last key should have been, where it is no number.
     expected: Option<&'static str>,
     program: &'static str,
 }
 
 /// What the keys of a file come to.
+#[derive(Default)]
 pub struct Settled {
     pub keys: Map<String, Value>,
+    /// Which key of the file each was said by; what the program does by itself has none.
+    pub said: BTreeMap<String, ForeignKey>,
     /// The kinds of 16 bits that are switched off, where nothing else says the precision.
     pub off: Vec<&'static str>,
-    /// DeepSpeed's `train_batch_size`.
-    pub train_batch: Option<u64>,
+    /// DeepSpeed's `train_batch_size`, and the key.
+    pub train_batch: Option<(u64, ForeignKey)>,
 }
 
 /// What a key does to a draft; `None` where its value says nothing.
@@ -68,18 +74,24 @@ impl Draft {
     pub fn new(program: &'static str, has_fsdp: bool) -> Draft {
         Draft {
             keys: Map::new(),
+            said: BTreeMap::new(),
+            at: None,
             lora: Map::new(),
             adapted: Vec::new(),
             has_fsdp,
             evaluates: false,
             method: None,
-            halves: BTreeMap::new(),
             pure_half: None,
             fsdp_checkpoints: false,
             train_batch: None,
             expected: None,
             program,
         }
+    }
+
+    /// The key that is taken from now on.
+    pub fn at(&mut self, key: &ForeignKey) {
+        self.at = Some(key.clone());
     }
 
     /// What the key that was taken last should have been, where its value is no number.
@@ -95,10 +107,16 @@ impl Draft {
 
     fn set(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
         self.keys.insert(key.to_owned(), value.into());
+        self.say(key)
+    }
+
+    fn say(&mut self, key: &str) -> Option<()> {
+        self.said.extend(self.at.clone().map(|at| (key.to_owned(), at)));
         Some(())
     }
 
     fn set_lora(&mut self, key: &str, value: impl Into<Value>) -> Option<()> {
+        self.say("lora");
         self.lora.insert(key.to_owned(), value.into());
         Some(())
     }
@@ -131,8 +149,8 @@ impl Draft {
     }
 
     fn batch_of_all(&mut self, value: &str) -> Option<()> {
-        self.train_batch = Some(self.whole(value)?);
-        Some(())
+        self.train_batch = self.whole(value).zip(self.at.clone());
+        self.train_batch.as_ref().map(|_| ())
     }
 
     /// Sets a key where a switch is on; a switch that is off says nothing else.
@@ -142,17 +160,11 @@ impl Draft {
 
     /// 16 bits: autocast in a trainer, the type of everything in DeepSpeed's engine.
     fn half(&mut self, on: &str, kind: &'static str) -> Option<()> {
-        let switch = match on {
-            "auto" => None,
-            // axolotl's word for no autocast.
-            "full" => return self.purely("true", kind),
-            _ if is_true(on) || is_false(on) => Some(is_true(on)),
-            _ => return None,
-        };
-        let known = self.halves.entry(kind).or_default();
-        *known = switch.max(*known);
         match self.program {
-            super::DEEPSPEED => self.when(on, "precision", kind),
+            // axolotl's word for no autocast.
+            _ if on == "full" => self.purely("true", kind),
+            _ if on != "auto" && !is_true(on) && !is_false(on) => None,
+            DEEPSPEED => self.when(on, "precision", kind),
             _ => self.when(on, "precision", &format!("{kind}-amp")),
         }
     }
@@ -160,6 +172,7 @@ impl Draft {
     fn purely(&mut self, on: &str, kind: &'static str) -> Option<()> {
         if is_true(on) {
             self.pure_half = Some(kind);
+            self.say("precision");
         }
         Some(())
     }
@@ -178,7 +191,9 @@ impl Draft {
     }
 
     fn set_if_absent(&mut self, key: &str, value: impl Into<Value>) {
-        self.keys.entry(key).or_insert(value.into());
+        if !self.keys.contains_key(key) {
+            self.set(key, value);
+        }
     }
 
     /// Whether there are adapters: those whose method is not LoRA have no rank. LLaMA-Factory makes adapters of rank 8 in all linear
@@ -194,23 +209,24 @@ impl Draft {
         self.lora.contains_key("rank")
     }
 
-    /// The precision where switches alone say it, and which ones are off then.
-    fn settle_precision(&mut self) -> Vec<&'static str> {
+    /// The precision where switches alone say it: all that there are are off. Answers which kinds are.
+    fn settle_precision(&mut self, off: Vec<(&'static str, &ForeignKey)>) -> Vec<&'static str> {
         if let Some(kind) = self.pure_half {
             self.set("precision", kind);
         }
-        let are_off = !self.halves.is_empty() && self.halves.values().all(|on| *on == Some(false));
-        if !are_off || self.keys.contains_key("precision") {
+        let Some((_, first)) = off.first().filter(|_| !self.keys.contains_key("precision")) else {
             return Vec::new();
-        }
+        };
         self.set("precision", "f32");
-        self.halves.keys().copied().collect()
+        self.said.insert("precision".to_owned(), (*first).clone());
+        off.into_iter().map(|(kind, _)| kind).collect()
     }
 
-    /// The keys, with what the program does by itself.
-    pub fn finish(mut self) -> Settled {
+    /// The keys, with what the program does by itself; `off` are the switches of 16 bits, where all of them are off.
+    pub fn finish(mut self, off: Vec<(&'static str, &ForeignKey)>) -> Settled {
+        self.at = None;
         let has_lora = self.has_lora();
-        let off = self.settle_precision();
+        let off = self.settle_precision(off);
         if self.fsdp_checkpoints {
             self.set("gradient_checkpointing", true);
         }
@@ -247,11 +263,11 @@ impl Draft {
         }
         let stack = match self.program {
             "torchtune" => "torchtune",
-            super::DEEPSPEED => "deepspeed",
+            DEEPSPEED => "deepspeed",
             _ => "hf",
         };
         self.set_if_absent("stack", stack);
-        Settled { keys: self.keys, off, train_batch: self.train_batch }
+        Settled { keys: self.keys, said: self.said, off, train_batch: self.train_batch }
     }
 }
 
@@ -456,7 +472,7 @@ pub const KEYS: &[(&str, Takes)] = &[
     ("batch_size", BATCH),
     // Of all devices in DeepSpeed's words; in scripts of others it is one's own.
     ("train_batch_size", |draft, value| match draft.program {
-        super::DEEPSPEED => draft.batch_of_all(value),
+        DEEPSPEED => draft.batch_of_all(value),
         _ => None,
     }),
     ("deepspeed.train_batch_size", |draft, value| draft.batch_of_all(value)),

@@ -2,13 +2,23 @@
 
 use super::*;
 
+/// A file with those that it names.
+fn from_file(path: &Path) -> Result<Imported, String> {
+    Imported::from_files(&[path.to_owned()], &Map::new()).map_err(|error| error.to_string())
+}
+
 #[track_caller]
 fn check(name: &str, text: &str, program: &str, keys: Value, left: usize) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
     std::fs::write(&path, text).unwrap();
-    let found = Imported::from_file(&path).unwrap();
-    assert_eq!((found.program.as_str(), Value::Object(found.keys)), (program, keys), "{:?}", found.left);
+    let found = from_file(&path).unwrap();
+    assert_eq!(
+        (found.programs, Value::Object(found.keys)),
+        (vec![program.to_owned()], keys),
+        "{:?}",
+        found.left
+    );
     assert_eq!(found.left.len(), left, "{:?}", found.left);
 }
 
@@ -17,9 +27,9 @@ fn a_config_json_is_a_model_and_nothing_else() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     std::fs::write(&path, r#"{"model_type": "llama", "hidden_size": 64}"#).unwrap();
-    let found = Imported::from_file(&path).unwrap();
+    let found = from_file(&path).unwrap();
     assert_eq!(found.keys.keys().collect::<Vec<_>>(), ["model"]);
-    assert_eq!(found.program, MODEL);
+    assert_eq!(found.programs, [MODEL]);
 }
 
 #[test]
@@ -28,23 +38,23 @@ fn a_deepspeed_file_that_is_named_is_read_too() {
     std::fs::write(folder.path().join("ds.json"), r#"{"zero_optimization": {"stage": 2}}"#).unwrap();
     let path = folder.path().join("args.json");
     std::fs::write(&path, r#"{"optim": "sgd", "deepspeed": "ds.json"}"#).unwrap();
-    let found = Imported::from_file(&path).unwrap();
+    let found = from_file(&path).unwrap();
     assert_eq!(found.keys["zero_stage"], 2);
     assert!(found.left.is_empty(), "{:?}", found.left);
     // The optimizer of DeepSpeed's file is the one that is made.
     let with_optimizer = r#"{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}"#;
     std::fs::write(folder.path().join("ds.json"), with_optimizer).unwrap();
-    assert_eq!(Imported::from_file(&path).unwrap().keys["optimizer"], "fused_adam");
+    assert_eq!(from_file(&path).unwrap().keys["optimizer"], "fused_adam");
     // accelerate names it, too; one that names itself ends.
     let accelerate = folder.path().join("accelerate.yaml");
     let text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n";
     std::fs::write(&accelerate, text).unwrap();
-    assert_eq!(Imported::from_file(&accelerate).unwrap().keys["zero_stage"], 2);
+    assert_eq!(from_file(&accelerate).unwrap().keys["zero_stage"], 2);
     let itself = folder.path().join("itself.json");
     std::fs::write(&itself, r#"{"optim": "sgd", "deepspeed": "itself.json"}"#).unwrap();
-    assert_eq!(Imported::from_file(&itself).unwrap().keys["optimizer"], "sgd");
+    assert_eq!(from_file(&itself).unwrap().keys["optimizer"], "sgd");
     std::fs::write(&path, r#"{"optim": "sgd", "deepspeed": "no.json"}"#).unwrap();
-    assert!(Imported::from_file(&path).is_err());
+    assert!(from_file(&path).is_err());
 }
 
 #[test]
@@ -55,16 +65,16 @@ fn a_script_is_read_with_the_file_of_its_launcher() {
     let path = folder.path().join("run.sh");
     let text = "accelerate launch --config_file fsdp.yaml train.py --model_max_length 512 --bf16\n";
     std::fs::write(&path, text).unwrap();
-    let found = Imported::from_file(&path).unwrap();
+    let found = from_file(&path).unwrap();
     let keys = json!({"devices": 8, "fsdp": "full_shard", "offload": "all", "sequence_length": 512, "precision": "bf16-amp",
         "stack": "hf"});
     assert_eq!(Value::Object(found.keys), keys, "{:?}", found.left);
     std::fs::write(&path, "deepspeed --include localhost:0,2 train.py --bf16\n").unwrap();
-    assert_eq!(Imported::from_file(&path).unwrap().keys["devices"], 2);
+    assert_eq!(from_file(&path).unwrap().keys["devices"], 2);
     let text = "llamafactory-cli train --finetuning_type lora --lora_rank 8 --quantization_bit 4\n";
     std::fs::write(&path, text).unwrap();
-    let found = Imported::from_file(&path).unwrap();
-    assert_eq!(found.program, "LLaMA-Factory");
+    let found = from_file(&path).unwrap();
+    assert_eq!(found.programs, ["LLaMA-Factory"]);
     assert_eq!(found.keys["gradient_checkpointing"], true);
 }
 
@@ -112,11 +122,11 @@ fn keys_of_the_loss_and_of_offload_are_read_and_other_kinds_of_runs_are_refused(
     let path = folder.path().join("factory.yaml");
     for other in ["finetuning_type: freeze\n", "finetuning_type: lora\nstage: dpo\n"] {
         std::fs::write(&path, other).unwrap();
-        let error = Imported::from_file(&path).unwrap_err().to_string();
+        let error = from_file(&path).unwrap_err();
         assert!(error.contains("another kind of run"), "{error}");
     }
     std::fs::write(&path, "finetuning_type: full\nuse_badam: true\n").unwrap();
-    assert_eq!(Imported::from_file(&path).unwrap().keys["optimizer"], "badam");
+    assert_eq!(from_file(&path).unwrap().keys["optimizer"], "badam");
 }
 
 #[test]
@@ -126,11 +136,11 @@ fn what_makes_adapters_unlike_each_other_is_said() {
     let text =
         r#"{"peft_type": "LORA", "r": 16, "rank_pattern": {"q_proj": 4}, "layers_to_transform": [0, 1]}"#;
     std::fs::write(&path, text).unwrap();
-    let left = Imported::from_file(&path).unwrap().left;
+    let left = from_file(&path).unwrap().left;
     let ends = ["every adapter is counted with r", "adapters are counted in every layer"];
     assert!(left.len() == 2 && left.iter().zip(ends).all(|(line, end)| line.ends_with(end)), "{left:?}");
     std::fs::write(&path, text.replace("LORA", "ADALORA")).unwrap();
-    let error = Imported::from_file(&path).unwrap_err().to_string();
+    let error = from_file(&path).unwrap_err();
     assert!(error.contains("peft_type ADALORA is another kind of run"), "{error}");
 }
 
@@ -234,7 +244,7 @@ fn read(files: &[(&str, &str)]) -> Result<Imported, String> {
     for (name, text) in files {
         std::fs::write(folder.path().join(name), text).unwrap();
     }
-    Imported::from_file(&folder.path().join(files[0].0)).map_err(|error| error.to_string())
+    from_file(&folder.path().join(files[0].0))
 }
 
 /// What a key is in a file that has it first.
@@ -421,15 +431,33 @@ fn a_file_and_the_one_that_names_it_agree() {
         ]
     };
     for (arguments, deepspeed, words) in [
-        (r#""per_device_train_batch_size": 2"#, r#""train_micro_batch_size_per_gpu": 4"#, "batch_size is 4"),
-        (r#""max_grad_norm": 0.0"#, r#""gradient_clipping": 1.0"#, "clip is true"),
-        (r#""bf16": true"#, r#""fp16": {"enabled": true}"#, "precision is \"fp16\""),
-        (r#""bf16": true"#, r#""bf16": {"enabled": false}"#, "precision is \"f32\""),
-        (r#""bf16": false, "fp16": false"#, r#""bf16": {"enabled": true}"#, "precision is \"bf16\""),
+        (
+            r#""per_device_train_batch_size": 2"#,
+            r#""train_micro_batch_size_per_gpu": 4"#,
+            ["train_micro_batch_size_per_gpu 4", "per_device_train_batch_size 2", "batch_size"],
+        ),
+        (
+            r#""max_grad_norm": 0.0"#,
+            r#""gradient_clipping": 1.0"#,
+            ["gradient_clipping 1.0", "max_grad_norm 0.0", "clip"],
+        ),
+        (r#""bf16": true"#, r#""fp16": {"enabled": true}"#, ["fp16.enabled true", "bf16 true", "precision"]),
+        (
+            r#""bf16": true"#,
+            r#""bf16": {"enabled": false}"#,
+            ["bf16.enabled false", "bf16 true", "precision"],
+        ),
+        (
+            r#""bf16": false, "fp16": false"#,
+            r#""bf16": {"enabled": true}"#,
+            ["bf16.enabled true", "bf16 false", "precision"],
+        ),
     ] {
         let files = with(arguments, deepspeed);
         let files = files.each_ref().map(|(name, text)| (*name, text.as_str()));
-        refused(&files, &[words, "ds.json: ", "a.json:1:", "make the two agree"]);
+        let [theirs, own, key] = words;
+        let both = format!("both are {key}; make the two agree, set one to auto, or let a flag decide");
+        refused(&files, &["ds.json:1:", theirs, " does not go with ", "a.json:1:", own, &both]);
     }
     for (arguments, deepspeed, name, value) in [
         (
@@ -458,4 +486,174 @@ fn a_file_and_the_one_that_names_it_agree() {
         ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n"),
     ];
     assert_eq!((key(&files, "devices"), key(&files, "precision")), (json!(4), json!("bf16-amp")));
+}
+
+/// The same words as where Plimsoll reads the two files as its own: but for the key, which is called as each of the two does.
+#[track_caller]
+fn agrees_with_the_planner(files: &[(&str, &str)], folder: &Path) -> Option<String> {
+    for (name, text) in files {
+        std::fs::write(folder.join(name), text).unwrap();
+    }
+    let path = folder.join(files[0].0);
+    let planned = plimsoll_plan::config::Imported::from_file(&path, &Default::default());
+    let planned =
+        planned.err().map(|error| error.to_string().replace("training.mixed_precision", "precision"));
+    assert_eq!(from_file(&path).err(), planned, "{files:?}");
+    planned
+}
+
+#[test]
+fn files_named_and_side_by_side_are_held_to_one_rule_about_16_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    for (own, theirs, precision) in [
+        (r#""bf16": true"#, r#""bf16": {"enabled": false}"#, None),
+        (r#""bf16": true"#, r#""fp16": {"enabled": true}"#, None),
+        (r#""bf16": false"#, r#""bf16": {"enabled": true}"#, None),
+        (r#""bf16": false, "fp16": false"#, r#""fp16": {"enabled": true}"#, None),
+        (r#""bf16": true"#, r#""fp16": {"enabled": false}"#, Some("bf16-amp")),
+        (r#""bf16": true"#, r#""bf16": {"enabled": true}"#, Some("bf16-amp")),
+        (r#""fp16": false"#, r#""bf16": {"enabled": true}"#, Some("bf16")),
+        (r#""bf16": "auto", "fp16": false"#, r#""bf16": {"enabled": true}"#, Some("bf16")),
+        (r#""bf16": false"#, r#""fp16": {"enabled": false}"#, Some("f32")),
+    ] {
+        let named = format!(r#"{{"output_dir": "o", "learning_rate": 1e-4, "deepspeed": "ds.json", {own}}}"#);
+        let alone = named.replace(r#""deepspeed": "ds.json""#, r#""seed_of_nothing": "ds.json""#);
+        let deepspeed = format!(r#"{{"zero_optimization": {{"stage": 2}}, {theirs}}}"#);
+        let refused = agrees_with_the_planner(&[("a.json", &named), ("ds.json", &deepspeed)], folder.path());
+        assert_eq!(refused.is_none(), precision.is_some(), "{own} {theirs}: {refused:?}");
+        std::fs::write(folder.path().join("a.json"), alone).unwrap();
+        let mut paths = ["a.json", "ds.json"].map(|name| folder.path().join(name));
+        for _ in 0..2 {
+            paths.reverse();
+            let found = Imported::from_files(&paths, &Map::new());
+            match (found, &refused) {
+                (Ok(found), None) => {
+                    assert_eq!(found.keys["precision"].as_str(), precision, "{own} {theirs}")
+                }
+                (Err(error), Some(refused)) => {
+                    // The place of a key in the one file has moved.
+                    let words = |text: &str| {
+                        let parts =
+                            text.split(':').map(|part| part.trim_matches(|c: char| c.is_ascii_digit()));
+                        parts.collect::<Vec<_>>().join(":")
+                    };
+                    assert_eq!(words(&error.to_string()), words(refused));
+                }
+                (found, refused) => panic!("{own} {theirs}: {found:?} {refused:?}"),
+            }
+            let flags = json!({"precision": "fp16"});
+            let found = Imported::from_files(&paths, flags.as_object().unwrap()).unwrap();
+            assert_eq!(found.keys["precision"], "fp16");
+        }
+    }
+}
+
+/// accelerate's file beside the trainer's is what it is where a command names it: 16 bits that are on count, and those that are off do
+/// not turn the launcher's off.
+#[test]
+fn the_file_of_a_launcher_yields() {
+    for (own, launcher, precision) in [
+        ("true", "no", "bf16-amp"),
+        ("false", "bf16", "bf16-amp"),
+        ("true", "fp16", "bf16-amp"),
+        ("false", "no", "f32"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let text = format!(r#"{{"output_dir": "o", "gradient_accumulation_steps": 4, "bf16": {own}}}"#);
+        std::fs::write(folder.path().join("a.json"), text).unwrap();
+        let text =
+            format!("distributed_type: NO\nmixed_precision: {launcher}\ngradient_accumulation_steps: 2\n");
+        std::fs::write(folder.path().join("a.yaml"), &text).unwrap();
+        let paths = ["a.yaml", "a.json"].map(|name| folder.path().join(name));
+        let found = Imported::from_files(&paths, &Map::new()).unwrap();
+        let keys = ["precision", "gradient_accumulation_steps"].map(|key| found.keys[key].clone());
+        assert_eq!(keys, [json!(precision), json!(4)], "{own} {launcher}");
+        assert!(found.left.iter().any(|line| line.ends_with("gradient_accumulation_steps 4 counts)")));
+        // Two of the same kind have to agree.
+        std::fs::write(folder.path().join("b.yaml"), text.replace("steps: 2", "steps: 3")).unwrap();
+        let paths = ["a.yaml", "b.yaml"].map(|name| folder.path().join(name));
+        let error = Imported::from_files(&paths, &Map::new()).unwrap_err().to_string();
+        assert!(error.contains("both are gradient_accumulation_steps"), "{error}");
+    }
+}
+
+#[test]
+fn a_flag_decides_where_two_files_disagree() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, text) in [
+        (
+            "a.json",
+            r#"{"output_dir": "o", "per_device_train_batch_size": 2, "bf16": true, "deepspeed": "ds.json"}"#,
+        ),
+        ("ds.json", r#"{"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": false}}"#),
+        ("one.json", r#"{"peft_type": "LORA", "r": 8}"#),
+        ("two.json", r#"{"peft_type": "LORA", "r": 16, "lora_dropout": 0.1}"#),
+    ] {
+        std::fs::write(folder.path().join(name), text).unwrap();
+    }
+    let read = |files: &[&str], flags: Value| {
+        let paths: Vec<PathBuf> = files.iter().map(|name| folder.path().join(name)).collect();
+        let found = Imported::from_files(&paths, flags.as_object().unwrap());
+        found.map(|found| Value::Object(found.keys)).map_err(|error| error.to_string())
+    };
+    let both = json!({"batch_size": 8, "precision": "fp16"});
+    let found = read(&["a.json"], both.clone()).unwrap();
+    assert_eq!([&found["batch_size"], &found["precision"]], [&both["batch_size"], &both["precision"]]);
+    // Of what it does not say, the two have to agree.
+    for (flags, key) in
+        [(json!({"batch_size": 8}), "precision"), (json!({"precision": "bf16"}), "batch_size")]
+    {
+        assert!(read(&["a.json"], flags).unwrap_err().contains(&format!("both are {key};")));
+    }
+    let rank = json!({"lora": {"rank": 4}});
+    assert!(read(&["one.json", "two.json"], rank.clone()).unwrap_err().contains("both are lora;"));
+    let all = json!({"lora": {"rank": 4, "dropout": 0.0}});
+    assert_eq!(read(&["one.json", "two.json"], all.clone()).unwrap()["lora"], all["lora"]);
+    assert_eq!(read(&["two.json"], rank).unwrap()["lora"], json!({"rank": 4, "dropout": 0.1}));
+}
+
+/// With the whole batch and the devices, the micro-batch and their number say each other, whoever says them.
+#[test]
+fn devices_of_flags_reach_the_whole_batch() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds.json");
+    let read = |deepspeed: &str, flags: Value| {
+        let text = format!(r#"{{"zero_optimization": {{"stage": 2}}, "train_batch_size": 64{deepspeed}}}"#);
+        std::fs::write(&path, text).unwrap();
+        let found = Imported::from_files(std::slice::from_ref(&path), flags.as_object().unwrap());
+        found.map_err(|error| error.to_string())
+    };
+    let shared = |deepspeed: &str, flags: Value| {
+        let keys = read(deepspeed, flags).unwrap().keys;
+        ["batch_size", "gradient_accumulation_steps"].map(|key| keys.get(key).and_then(Value::as_u64))
+    };
+    let (micro, steps) =
+        (r#", "train_micro_batch_size_per_gpu": 2"#, r#", "gradient_accumulation_steps": 4"#);
+    for flags in [json!({"devices": 8}), json!({"hardware": "8xa100-80"}), json!({"hardware": "8x RTX 4090"})]
+    {
+        assert_eq!(shared("", flags.clone()), [Some(8), None], "{flags}");
+        assert_eq!(shared(micro, flags.clone()), [Some(2), Some(4)], "{flags}");
+        assert_eq!(shared(steps, flags.clone()), [Some(2), Some(4)], "{flags}");
+    }
+    assert_eq!(shared("", json!({"devices": 8, "gradient_accumulation_steps": 2})), [Some(4), Some(2)]);
+    assert_eq!(shared("", json!({"devices": 8, "batch_size": 4})), [Some(4), Some(2)]);
+    // A name of a card says nothing of how many there are.
+    let unsaid = read("", json!({"hardware": "a100-80"})).unwrap();
+    assert!(unsaid.left[0].contains("of how many devices is not said"), "{:?}", unsaid.left);
+    // What nothing but the whole batch says has to be a whole number; else the flags count.
+    let error = read("", json!({"devices": 3})).unwrap_err();
+    assert!(error.contains("train_batch_size (64): this is no product of 3 devices"), "{error}");
+    let other = read(&format!("{micro}{steps}"), json!({"devices": 4})).unwrap();
+    assert_eq!(other.keys["batch_size"], 2);
+    assert!(
+        other.left.iter().any(|line| line.ends_with("4 devices, and the flags count")),
+        "{:?}",
+        other.left
+    );
+    // Those of a file beside it, too.
+    read("", json!({"devices": 8})).unwrap();
+    let beside = folder.path().join("accelerate.yaml");
+    std::fs::write(&beside, "distributed_type: DEEPSPEED\nnum_processes: 16\n").unwrap();
+    let found = Imported::from_files(&[path.clone(), beside], &Map::new()).unwrap();
+    assert_eq!(found.keys["batch_size"], 4);
 }

@@ -22,7 +22,7 @@ pub fn model(name: &str) -> Result<ModelSpec, RequestError> {
     let short = name.rsplit('/').next().unwrap_or(name);
     catalogue::find(name).or_else(|_| catalogue::find(short)).map_err(|near| {
         RequestError::Model(format!(
-            "{name}: there is no such file or folder, and the catalogue has no such model{}; its config.json describes any other",
+            "{name}: there is no such file or folder, and the catalogue has no such model; its config.json describes any other{}",
             catalogue::not_there(name, &near)
         ))
     })

@@ -201,7 +201,7 @@ fn what_cannot_be_is_refused_in_words() {
         (r#"{"stack": "keras"}"#, "stack: keras is not known; it can be hf, peft, torchtune"),
         (r#"{"precision": "fp8"}"#, "precision: fp8 is not known; it can be f32, bf16, fp16, bf16-amp"),
         (r#"{"optimizer": "muon"}"#, "optimizer: muon is not known; it can be adamw_torch"),
-        (r#"{"model": "llama-3.2-2b"}"#, "did you mean llama-3.2-1b"),
+        (r#"{"model": "llama-3.2-2b"}"#, "describes any other; did you mean llama-3.2-1b"),
         (r#"{"model": "no/such/config.json"}"#, "no/such/config.json"),
         (r#"{"hardware": "rtx-9999"}"#, "hardware: rtx-9999 is not known"),
         (r#"{"quantization": "nf4"}"#, "add lora"),

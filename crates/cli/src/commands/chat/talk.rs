@@ -32,6 +32,8 @@ pub struct Talk<'t> {
     pub conversation: Conversation,
     pub settings: SamplerSettings,
     pub limits: Limits,
+    /// Whether the cache has what is no part of the conversation any more.
+    pub is_changed: bool,
     /// How many were given: each is drawn with a seed of its own.
     pub answers: u64,
     pub interrupts: Interrupts,
@@ -79,6 +81,7 @@ impl Talk<'_> {
         let answered = self.answer();
         if !matches!(answered, Ok(true)) {
             self.conversation.undo();
+            self.is_changed = true;
         }
         match answered? {
             true => {}
@@ -115,6 +118,7 @@ impl Talk<'_> {
         }
         let question = self.conversation.turns().last().map(|turn| turn.user.clone()).unwrap_or_default();
         self.conversation.answer(generated.text.as_str());
+        self.is_changed = false;
         console.answer(&question, prompt.tokens.len(), prompt.dropped_turns, &generated)?;
         if !console.json {
             match &generated.stop_reason {
@@ -144,16 +148,21 @@ impl Talk<'_> {
             Command::Help => self.help()?,
             Command::Reset => {
                 self.conversation.reset();
+                self.is_changed = true;
                 console.note("all turns are forgotten")?;
             }
             Command::System(text) => {
                 let said =
                     if text.is_some() { "the system message is set" } else { "there is no system message" };
                 self.conversation.set_system(text);
+                self.is_changed = true;
                 console.note(said)?;
             }
             Command::Undo => match self.conversation.undo() {
-                Some(turn) => console.note(&format!("taken back: {}", turn.user))?,
+                Some(turn) => {
+                    self.is_changed = true;
+                    console.note(&format!("taken back: {}", turn.user))?;
+                }
                 None => return Err(Failure::usage("there is no turn to take back")),
             },
             Command::Retry => self.retry()?,
@@ -164,6 +173,7 @@ impl Talk<'_> {
             }
             Command::Load(path) => {
                 self.conversation = storage::load(&path).map_err(Failure::other)?;
+                self.is_changed = true;
                 let open = self.conversation.turns().last().is_some_and(|turn| turn.assistant.is_none());
                 let hint = if open { "; /retry answers the last one" } else { "" };
                 let messages = self.conversation.messages().len();
@@ -189,6 +199,7 @@ impl Talk<'_> {
         let answered = self.answer();
         if !matches!(answered, Ok(true)) {
             self.conversation = before;
+            self.is_changed = true;
         }
         match answered? {
             true => Ok(()),
@@ -236,8 +247,25 @@ impl Talk<'_> {
         self.console.reply(&table::render(&rows), json!({ "settings": values }))
     }
 
+    /// Tokens of the conversation that are in the cache. What was undone stays there until the next prompt, and is not counted.
+    fn cached_tokens(&self) -> usize {
+        let cached = self.session.cached();
+        if !self.is_changed {
+            return cached.len();
+        }
+        if self.conversation.messages().is_empty() {
+            return 0;
+        }
+        let (tokenizer, context) = (&self.model.tokenizer, self.session.context());
+        match self.conversation.clone().prompt(&self.template, tokenizer, context, 0) {
+            Ok(prompt) => prompt.tokens.iter().zip(cached).take_while(|(own, cached)| own == cached).count(),
+            // What cannot be a prompt, as a system message alone where the template refuses it, is not in the cache.
+            Err(_) => 0,
+        }
+    }
+
     fn tokens(&self) -> Result<(), Failure> {
-        let (cached, context) = (self.session.cached().len(), self.session.context());
+        let (cached, context) = (self.cached_tokens(), self.session.context());
         let turns = self.conversation.turns().len();
         self.console.reply(
             &format!("{cached} of {context} tokens of the context are in use; {turns} turns"),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use plimsoll_stacks::{DEEPSPEED, Imported, Request};
+use plimsoll_stacks::{Imported, Request, lay_over};
 use serde_json::{Map, Value, json};
 
 use super::lengths;
@@ -25,21 +25,16 @@ pub struct Asked {
 
 impl Asked {
     pub fn new(args: &EstimateArgs) -> Result<Asked, Failure> {
-        let mut asked = Asked {
-            request: Request::default(),
-            programs: Vec::new(),
-            left: Vec::new(),
-            assumed: Vec::new(),
+        let flags = flags(args);
+        let Imported { programs, mut keys, left } = match &args.request {
+            Some(path) => {
+                let mut keys = request_file(path)?;
+                lay_over(&mut keys, &flags);
+                Imported { keys, ..Imported::default() }
+            }
+            None => Imported::from_files(&args.files, &flags)?,
         };
-        let mut keys = match &args.request {
-            Some(path) => request_file(path)?,
-            None => asked.files(args)?,
-        };
-        for (key, value) in flags(args) {
-            keys.insert(key.to_owned(), value);
-        }
-        lora_flags(args, &mut keys);
-        version_flags(args, &mut keys);
+        let mut asked = Asked { request: Request::default(), programs, left, assumed: Vec::new() };
         if let Some(path) = &args.data {
             asked.lengths(path, &mut keys)?;
         }
@@ -55,52 +50,6 @@ impl Asked {
         let origin = args.request.clone().unwrap_or_else(|| "the command line".into());
         asked.request = Request::parse(&origin, &text).map_err(|error| Failure::usage(error.to_string()))?;
         Ok(asked)
-    }
-
-    /// What the stack's own files say; what two of them say is refused where they do not agree.
-    fn files(&mut self, args: &EstimateArgs) -> Result<Map<String, Value>, Failure> {
-        let mut keys: Map<String, Value> = Map::new();
-        let mut by: Vec<(String, String)> = Vec::new();
-        for path in &args.files {
-            let Imported { program, keys: own, left } = Imported::from_file(path)?;
-            for (key, value) in own {
-                // Every file of transformers' says the same stack; torchtune's and DeepSpeed's count.
-                if key == "stack" && value == "hf" && keys.contains_key("stack") {
-                    continue;
-                }
-                // DeepSpeed makes the optimizer that its file names.
-                let of_deepspeed = |program: &str| key == "optimizer" && program == DEEPSPEED;
-                if of_deepspeed(&program) {
-                    by.retain(|(known, _)| *known != key);
-                }
-                let other = by.iter().find(|(known, _)| *known == key).map(|(_, program)| program);
-                if other.is_some_and(|other| of_deepspeed(other)) {
-                    continue;
-                }
-                if key == "precision"
-                    && let Some(both) = keys.get(&key).and_then(|known| of_both(known, &value))
-                {
-                    keys.insert(key, both);
-                    continue;
-                }
-                if let Some(other) = other
-                    && keys.get(&key).is_some_and(|known| *known != value)
-                    && key != "stack"
-                {
-                    return Err(Failure::usage(format!(
-                        "{}: {key} is {value}, and {other} says {}; give --{} to decide",
-                        path.display(),
-                        keys[&key],
-                        key.replace('_', "-")
-                    )));
-                }
-                by.push((key.clone(), program.clone()));
-                keys.insert(key, value);
-            }
-            self.programs.push(program);
-            self.left.extend(left);
-        }
-        Ok(keys)
     }
 
     /// The lengths of the user's samples; without a length to cut at, the longest decides.
@@ -144,11 +93,22 @@ fn request_file(path: &Path) -> Result<Map<String, Value>, Failure> {
 }
 
 /// The keys that flags set.
-fn flags(args: &EstimateArgs) -> Vec<(&'static str, Value)> {
+fn flags(args: &EstimateArgs) -> Map<String, Value> {
     let text = |key, value: &Option<String>| value.as_ref().map(|value| (key, json!(value)));
     let number = |key, value: Option<u64>| value.map(|value| (key, json!(value)));
     let switch = |key, on: bool| on.then_some((key, json!(true)));
-    [
+    let of_lora = [
+        number("rank", args.lora_rank),
+        (!args.lora_targets.is_empty()).then(|| ("target_modules", json!(args.lora_targets))),
+    ];
+    let versions = [
+        text("transformers", &args.transformers),
+        text("torch", &args.torch),
+        text("peft", &args.peft),
+        text("bitsandbytes", &args.bitsandbytes),
+        text("deepspeed", &args.deepspeed),
+    ];
+    keys([
         text("stack", &args.stack),
         text("model", &args.model),
         number("batch_size", args.batch_size),
@@ -173,51 +133,11 @@ fn flags(args: &EstimateArgs) -> Vec<(&'static str, Value)> {
         text("phase", &args.phase),
         number("generated_tokens", args.generated_tokens),
         text("allocator", &args.allocator),
-    ]
-    .into_iter()
-    .flatten()
-    .collect()
+        Some(("lora", Value::Object(keys(of_lora)))).filter(|_| args.lora_rank.is_some()),
+        Some(("versions", Value::Object(keys(versions)))).filter(|(_, own)| *own != json!({})),
+    ])
 }
 
-fn lora_flags(args: &EstimateArgs, keys: &mut Map<String, Value>) {
-    let Some(rank) = args.lora_rank else { return };
-    let lora = keys.entry("lora").or_insert(json!({}));
-    if lora.is_null() {
-        *lora = json!({});
-    }
-    lora["rank"] = json!(rank);
-    if !args.lora_targets.is_empty() {
-        lora["target_modules"] = json!(args.lora_targets);
-    }
-}
-
-fn version_flags(args: &EstimateArgs, keys: &mut Map<String, Value>) {
-    let named = [
-        ("transformers", &args.transformers),
-        ("torch", &args.torch),
-        ("peft", &args.peft),
-        ("bitsandbytes", &args.bitsandbytes),
-        ("deepspeed", &args.deepspeed),
-    ];
-    for (library, version) in named {
-        let Some(version) = version else { continue };
-        let versions = keys.entry("versions").or_insert(json!({}));
-        if versions.is_null() {
-            *versions = json!({});
-        }
-        versions[library] = json!(version);
-    }
-}
-
-/// The precision that two files of a run come to: a switch that is off says nothing against one that is on, and DeepSpeed's `bf16` is the
-/// trainer's. `None` where they do not agree.
-fn of_both(one: &Value, other: &Value) -> Option<Value> {
-    let (one, other) = (one.as_str()?, other.as_str()?);
-    let plain = |precision: &str| precision.strip_suffix("-amp").unwrap_or(precision).to_owned();
-    match (one, other) {
-        ("f32", on) | (on, "f32") => Some(json!(on)),
-        _ if one == other => Some(json!(one)),
-        _ if plain(one) == plain(other) => Some(json!(if one.len() > other.len() { one } else { other })),
-        _ => None,
-    }
+fn keys<const N: usize>(said: [Option<(&str, Value)>; N]) -> Map<String, Value> {
+    said.into_iter().flatten().map(|(key, value)| (key.to_owned(), value)).collect()
 }

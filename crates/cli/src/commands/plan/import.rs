@@ -1,7 +1,19 @@
 //! What was read of another program's configuration, and what the planner decides beside it.
 
+use std::path::Path;
+
 use plimsoll_plan::config::{Imported, KeyChange};
 use serde_json::{Value, json};
+
+use crate::args::ConfigSource;
+use crate::failure::Failure;
+use crate::session::written_config;
+
+/// Reads a file with those that it names. What the flags set, these need not agree about.
+pub fn read(path: &Path, source: &ConfigSource) -> Result<Imported, Failure> {
+    let flags = written_config(&ConfigSource { config: None, ..source.clone() })?;
+    Ok(Imported::from_file(path, &flags)?)
+}
 
 /// The keys that were read, those that were not, and what the planner changes or decides.
 pub fn words(imported: &Imported, changes: &[KeyChange]) -> String {

@@ -1,16 +1,21 @@
 //! A document as keys with values.
 
+use std::path::{Path, PathBuf};
+
 use crate::config::document::{Input, Node, Yaml, shortened};
 use crate::config::load::Document;
 
 /// The value of a key that is set to nothing.
 pub const NULL: &str = "null";
 
-/// A scalar, or a list of them, with the keys that lead to it.
+/// A key of another program's file: `zero_optimization.stage`.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leaf {
+    /// With dots where it is nested.
     pub key: String,
+    /// As it is written; a list in brackets, as JSON.
     pub value: String,
-    /// Where it is written.
+    /// File, line and column.
     pub place: String,
 }
 
@@ -18,6 +23,34 @@ impl Leaf {
     /// For a list of what is not understood.
     pub fn shown(&self) -> String {
         format!("{}: {} ({})", self.place, self.key, shortened(&self.value))
+    }
+
+    /// For what it sets, and for an error.
+    pub fn argument(&self) -> String {
+        format!("{}: {} {}", self.place, self.key, shortened(&self.value))
+    }
+
+    /// The file that it names, where that is read too: DeepSpeed's, or accelerate's in a script. It is looked for from the folder of the
+    /// file that names it on, and from where the command runs.
+    pub fn named_file(&self, folder: &Path) -> Option<PathBuf> {
+        if !self.names_a_file() {
+            return None;
+        }
+        let (own, here) = (folder.join(&self.value), PathBuf::from(&self.value));
+        Some(if !own.exists() && here.exists() { here } else { own })
+    }
+
+    pub(super) fn names_a_file(&self) -> bool {
+        let is = |ends: &[&str]| ends.iter().any(|end| self.value.ends_with(end));
+        match self.key.as_str() {
+            "deepspeed" | "deepspeed_config" | "deepspeed_config.deepspeed_config_file" => is(&[".json"]),
+            _ => self.names_its_launchers() && is(&[".yaml", ".yml", ".json"]),
+        }
+    }
+
+    /// Whether the file that it names is accelerate's, which the command that names it goes over.
+    pub fn names_its_launchers(&self) -> bool {
+        self.key == "config_file"
     }
 }
 

@@ -7,6 +7,9 @@ use super::{Override, accelerate, ava, axolotl, deepspeed, llama_factory, peft, 
 /// What DeepSpeed's file is called.
 pub const DEEPSPEED: &str = "DeepSpeed's JSON";
 
+/// What the file of accelerate's launcher is called.
+pub const ACCELERATE: &str = "accelerate";
+
 /// A program, or a library with a file of its own.
 pub struct Program {
     /// What it is called.
@@ -76,7 +79,7 @@ const PROGRAMS: [Program; 8] = [
     },
     TRAINER,
     Program {
-        name: "accelerate",
+        name: ACCELERATE,
         marks: &["compute_environment", "distributed_type", "fsdp_config.", "deepspeed_config."],
         tables: &[&accelerate::ENTRIES, &accelerate::FSDP],
         holds_deepspeed: true,
@@ -140,7 +143,7 @@ impl Program {
 
     /// Whether a key turns FSDP on. The trainer writes a section for it whether it is on or not.
     pub fn has_fsdp(&self, leaf: &Leaf) -> bool {
-        let by_section = ["axolotl", "accelerate"].contains(&self.name);
+        let by_section = ["axolotl", ACCELERATE].contains(&self.name);
         by_section && leaf.key.starts_with("fsdp_config.")
             || leaf.key == "fsdp" && !["", "[]", "false", "False"].contains(&leaf.value.as_str())
             || leaf.key == "distributed_type" && leaf.value == "FSDP"

@@ -1,15 +1,13 @@
 //! Keys that follow from others, and those that exclude each other.
 
+use super::Imported;
 use super::leaves::Leaf;
 use super::programs::Program;
-use super::{Imported, OFF};
+use super::sixteen_bits::{PRECISION, SixteenBits};
 use crate::config::Override;
-use crate::config::document::shortened;
-
-/// Switches of DeepSpeed, transformers and those who take transformers' arguments.
-const SIXTEEN: [&str; 4] = ["bf16.enabled", "fp16.enabled", "bf16", "fp16"];
 
 impl Imported {
+    /// What follows from a file and those that it names together.
     pub(super) fn settle(&mut self, program: &Program, leaves: &[Leaf]) {
         if program.is_read_as_ours() {
             self.settle_ava(leaves);
@@ -21,8 +19,6 @@ impl Imported {
         self.settle_length();
         self.settle_ranks();
         self.settle_twice("training.gradient_checkpointing", |one| one.value == "full");
-        self.settle_twice("training.mixed_precision", |one| one.argument.contains("mixed_precision "));
-        self.settle_f32(leaves);
         self.settle_defaults(program, leaves);
         self.settle_method();
         self.settle_momenta();
@@ -70,7 +66,7 @@ impl Imported {
                 }
                 _ => return self.settle_width(),
             };
-            let argument = format!("{}: {} {}", kind.place, kind.key, kind.value);
+            let argument = kind.argument();
             // What says which kernel computes it says nothing of the pattern.
             self.overrides.retain(|one| one.key != "training.attention");
             let used = keys.iter().filter_map(|key| leaf(key)).map(Leaf::shown).chain([kind.shown()]);
@@ -139,19 +135,19 @@ impl Imported {
     }
 
     /// FSDP shares everything where no strategy is said.
-    fn settle_fsdp(&mut self, program: &Program, leaves: &[Leaf]) {
+    pub(super) fn settle_fsdp(&mut self, program: &Program, leaves: &[Leaf]) {
         let key = "parallel.zero_stage";
         let is_said = [key, "parallel.sharding_strategy"].iter().any(|key| self.value(key).is_some());
         let Some(leaf) = leaves.iter().find(|leaf| program.has_fsdp(leaf)).filter(|_| !is_said) else {
             return;
         };
         self.left.retain(|left| *left != leaf.shown());
-        let argument = format!("{}: {} {}", leaf.place, leaf.key, shortened(&leaf.value));
+        let argument = leaf.argument();
         self.overrides.push(Override { key: key.to_owned(), value: "3".to_owned(), argument });
     }
 
     /// What a key is assigned last.
-    fn value(&self, key: &str) -> Option<&str> {
+    pub(super) fn value(&self, key: &str) -> Option<&str> {
         self.overrides.iter().rev().find(|one| one.key == key).map(|one| one.value.as_str())
     }
 
@@ -205,16 +201,16 @@ impl Imported {
         self.overrides.retain(|one| one.key != key || *one == chosen);
     }
 
-    /// Switches of 16 bits that are all off leave f32.
-    fn settle_f32(&mut self, leaves: &[Leaf]) {
-        let key = "training.mixed_precision";
-        let is_off = |leaf: &&Leaf| {
-            SIXTEEN.contains(&leaf.key.as_str()) && OFF.contains(&leaf.value.to_ascii_lowercase().as_str())
+    /// What a file by itself says of 16 bits, and which kinds are off where switches alone say it: those that are all off leave f32.
+    pub(super) fn settle_precision(&mut self, leaves: &[Leaf]) -> Vec<&'static str> {
+        self.settle_twice(PRECISION, |one| one.argument.contains("mixed_precision "));
+        let off = SixteenBits::switched_off(leaves);
+        let Some((_, first)) = off.first().filter(|_| self.value(PRECISION).is_none()) else {
+            return Vec::new();
         };
-        if let Some(off) = leaves.iter().find(is_off).filter(|_| self.value(key).is_none()) {
-            let argument = format!("{}: {} {}", off.place, off.key, off.value);
-            self.overrides.push(Override { key: key.to_owned(), value: "f32".to_owned(), argument });
-        }
+        let (key, value, argument) = (PRECISION.to_owned(), "f32".to_owned(), first.argument());
+        self.overrides.push(Override { key, value, argument });
+        off.into_iter().map(|(kind, _)| kind).collect()
     }
 
     /// LoRA beside quantised weights is QLoRA. Of a full fine-tuning, what belongs to adapters and to the weights beside them has no

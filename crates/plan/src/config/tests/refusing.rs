@@ -201,6 +201,22 @@ fn what_this_version_does_not_have_is_refused_with_the_nearest() {
     }
 }
 
+/// What does not go with others because it is out of range is one mistake.
+#[test]
+fn a_batch_out_of_range_is_said_once() {
+    for others in [
+        &[][..],
+        &["training.effective_batch_size=8"],
+        &["training.effective_batch_size=8", "training.gradient_accumulation_steps=8"],
+        &["training.dynamic_batching.enabled=true"],
+    ] {
+        let assignments = [&["model.path=m", "training.batch_size=0"][..], others].concat();
+        let error = RawConfig::from_overrides(assignments).unwrap().validate().unwrap_err().to_string();
+        let said = "--set training.batch_size=0: training.batch_size: must be 1 to 16777216, got 0";
+        assert_eq!(error, said, "{others:?}");
+    }
+}
+
 #[test]
 fn values_out_of_range_are_refused() {
     for (written, expected) in [
