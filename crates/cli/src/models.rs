@@ -28,6 +28,11 @@ pub fn origin(config: &RawConfig, need: Need, quiet: bool) -> Result<ModelOrigin
     }
 }
 
+/// Whether a model is one of the hub: no path that is there, and no name of the catalogue.
+pub fn is_of_hub(model: &str) -> bool {
+    !Path::new(model).exists() && model.parse::<HubId>().is_ok()
+}
+
 /// A model with weights, to be used for `purpose`.
 pub fn with_weights(model: &str, purpose: &'static str, quiet: bool) -> Result<Box<ModelFiles>, Failure> {
     match find(model, Need::Files, quiet)? {

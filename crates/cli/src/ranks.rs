@@ -17,8 +17,6 @@ use std::sync::{
     atomic::{AtomicBool, AtomicI32, Ordering},
 };
 #[cfg(unix)]
-use std::thread::JoinHandle;
-#[cfg(unix)]
 use std::time::{Duration, Instant};
 
 use plimsoll_parallel::{Collectives, CommunicationError, Communicator, Solo};
@@ -60,9 +58,6 @@ const LAUNCHED: &str = "--launched";
 /// The variables by which launchers tell a process how many ranks there are.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
 
-/// Those by which they tell it which of them it is.
-const PLACES: [&str; 3] = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
-
 /// This process among the ranks.
 pub enum Joined {
     Alone(Solo),
@@ -99,12 +94,6 @@ fn launched() -> Option<u32> {
 /// Whether a launcher has started this process with others.
 pub fn has_others() -> bool {
     launched().is_some_and(|ranks| ranks > 1)
-}
-
-/// Whether this process is the first of those that a launcher has started, or alone: without a word to the others.
-pub fn is_first() -> bool {
-    let place = PLACES.iter().find_map(|name| std::env::var(name).ok()?.parse().ok());
-    !has_others() || place.is_none_or(|place: u32| place == 0)
 }
 
 /// Whether this process is to start the ranks and is none of them.
@@ -292,7 +281,16 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
         mpirun.stdout(Stdio::piped());
     }
     let mut child = mpirun.process_group(0).spawn()?;
-    let said = child.stdout.take().map(|said| std::thread::spawn(move || pass_on(said, std::io::stdout())));
+    // Nobody reads what is said any more, and it was all that they were started for.
+    let unheard = Arc::new(AtomicBool::new(false));
+    let said = child.stdout.take().map(|said| {
+        let (goes_on, unheard) = (stopping == Stopping::Saving, Arc::clone(&unheard));
+        std::thread::spawn(move || {
+            let passed = pass_on(said, std::io::stdout(), goes_on);
+            unheard.store(matches!(passed, Ok(Passed::Unheard)), Ordering::SeqCst);
+            passed
+        })
+    });
     if let Some(mut lines) = child.stdin.take() {
         // It ends with the input, or with this process.
         std::thread::spawn(move || std::io::copy(&mut std::io::stdin().lock(), &mut lines));
@@ -315,6 +313,12 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     });
     let mut told = Instant::now();
     let remind = || {
+        if unheard.load(Ordering::SeqCst)
+            && !ended.swap(true, Ordering::SeqCst)
+            && let Some(launcher) = launcher
+        {
+            let _ = kill_process(launcher, Signal::TERM);
+        }
         let is_asked = stopping == Stopping::Saving && first.load(Ordering::SeqCst) != 0;
         if is_asked
             && !ended.load(Ordering::SeqCst)
@@ -326,6 +330,17 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
         }
     };
     let status = wait(&mut child, remind);
+    let passed = said.and_then(|said| {
+        let (since, is_over) = (Instant::now(), !matches!(status, Ok(Some(_))));
+        // What mpirun says ends with it; whoever reads may be slow, but is not waited for by those who want an end.
+        while !said.is_finished() {
+            if (is_over || first.load(Ordering::SeqCst) != 0) && since.elapsed() > TIME_TO_END {
+                return None;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        said.join().ok()
+    });
     handle.close();
     // It ends with its handle.
     let _ = listener.join();
@@ -336,13 +351,14 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     let (were_ended, ends) = (ended.load(Ordering::SeqCst), stopping != Stopping::Interrupted);
     let stopped = stopped.map(|by_signal| Stopped { by_signal, were_ended, ends });
     let code = match status? {
-        Some(status) => {
-            // What mpirun says ends with it.
-            match (exit_code(status), said.map(JoinHandle::join)) {
-                (0, Some(Ok(Err(error)))) => return Err(error),
-                (code, _) => code,
+        Some(status) => match (exit_code(status), passed) {
+            (_, Some(Ok(Passed::Unheard))) => 0,
+            (0, Some(Err(error))) => {
+                errln!("error: could not write to standard output: {error}");
+                crate::failure::OTHER
             }
-        }
+            (code, _) => code,
+        },
         // Its ranks were told while they joined each other.
         None if stopped.is_some() => TOLD,
         None => {
@@ -353,13 +369,23 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     Ok(stopped.map_or(code, |stopped| stopped.exit_code(code)))
 }
 
-/// Writes what is read, each piece at once, to its end. Where whoever read has seen enough, or nothing can be written any more, the rest
-/// is read all the same: ranks go on to the end of their work as a process does that is alone.
+/// What came of what ranks said.
+#[cfg(unix)]
+#[derive(Debug, PartialEq)]
+enum Passed {
+    /// It was read to its end.
+    All,
+    /// Nobody read it any more.
+    Unheard,
+}
+
+/// Writes what is read, each piece at once. Where whoever read has seen enough, a run that `goes_on` is read to its end all the same, as
+/// a process does that trains alone; others are left.
 ///
 /// # Errors
 /// It could not be written, for another reason than that nobody reads it.
 #[cfg(unix)]
-fn pass_on(mut from: impl Read, mut to: impl Write) -> std::io::Result<()> {
+fn pass_on(mut from: impl Read, mut to: impl Write, goes_on: bool) -> std::io::Result<Passed> {
     let mut piece = vec![0; 1 << 16];
     let mut written = Ok(());
     loop {
@@ -370,11 +396,14 @@ fn pass_on(mut from: impl Read, mut to: impl Write) -> std::io::Result<()> {
         let Some(piece) = piece.get(..length).filter(|piece| !piece.is_empty()) else { break };
         if written.is_ok() {
             written = to.write_all(piece).and_then(|()| to.flush());
+            if !goes_on && written.as_ref().is_err_and(|error| error.kind() == ErrorKind::BrokenPipe) {
+                return Ok(Passed::Unheard);
+            }
         }
     }
-    written.or_else(|error| match error.kind() {
-        ErrorKind::BrokenPipe => Ok(()),
-        _ => Err(std::io::Error::new(error.kind(), format!("could not write to standard output: {error}"))),
+    written.map(|()| Passed::All).or_else(|error| match error.kind() {
+        ErrorKind::BrokenPipe => Ok(Passed::All),
+        _ => Err(error),
     })
 }
 
@@ -646,11 +675,14 @@ mod tests {
     fn what_ranks_say_is_read_to_its_end_whoever_reads_it() {
         for (reason, is_wrong) in [(ErrorKind::BrokenPipe, false), (ErrorKind::StorageFull, true)] {
             let (mut said, mut to) = (&[b'x'; 1 << 18][..], Refusing(0, reason));
-            assert_eq!(pass_on(&mut said, &mut to).is_err(), is_wrong, "{reason}");
+            assert_eq!(pass_on(&mut said, &mut to, true).is_err(), is_wrong, "{reason}");
             assert_eq!((said.len(), to.0), (0, 2), "{reason}");
         }
+        let (mut said, mut to) = (&[b'x'; 1 << 18][..], Refusing(0, ErrorKind::BrokenPipe));
+        assert_eq!(pass_on(&mut said, &mut to, false).unwrap(), Passed::Unheard);
+        assert!(!said.is_empty(), "what answers is left");
         let mut all = Vec::new();
-        pass_on(&b"a line\nand more"[..], &mut all).unwrap();
+        assert_eq!(pass_on(&b"a line\nand more"[..], &mut all, false).unwrap(), Passed::All);
         assert_eq!(all, b"a line\nand more");
     }
 }

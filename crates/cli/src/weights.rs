@@ -181,11 +181,13 @@ impl Weights {
 }
 
 /// Refuses what [`Weights::open`] would refuse, as far as that is seen at once: before ranks are started that would all say it. A model
-/// of the hub is fetched, without a word where `quiet`.
+/// of the hub is not fetched for that.
 pub fn check(args: &WeightArgs, purpose: &'static str, quiet: bool) -> Result<(), Failure> {
     inference_precision(&args.dtype, args.quantize_activations)?;
-    let files = models::with_weights(&args.model, purpose, quiet)?;
-    quantized_types(args.quantize.as_deref(), files.spec())?;
+    if !models::is_of_hub(&args.model) {
+        let files = models::with_weights(&args.model, purpose, quiet)?;
+        quantized_types(args.quantize.as_deref(), files.spec())?;
+    }
     folders_and_weights(&args.adapter).map(drop)
 }
 

@@ -1,7 +1,7 @@
 //! What all ranks must have alike: they compare it with what rank 0 has before they train.
 //!
-//! Rank 0 tells the others what it has. The first rank that has something else says so, and that ends all. Which weights a rank has of a
-//! model, and where its files are, is its own affair.
+//! Rank 0 tells the others what it has. The first rank that has something else says so, and that ends all. Which of the weights a rank
+//! keeps, and in which folder the files are, is its own affair.
 
 use std::path::PathBuf;
 
@@ -99,13 +99,21 @@ fn compare(
 
 /// Where ranks have found that they are not alike: the one that says so ends when the folders of all are gone, and the others with it.
 pub(crate) fn part(ranks: &dyn Communicator, error: &TrainError, own: OutputFolder) {
-    drop(own);
     let speaks = match error {
         TrainError::OtherConfiguration { .. } | TrainError::OtherFiles { .. } => true,
         TrainError::OfOtherRank { .. } => false,
         _ => return,
     };
-    // Whether they hear it or are gone, all end.
+    // Folders of ranks lie in that of rank 0, which goes last. Whether they hear it or are gone, all end.
+    let of_run = match ranks.rank() {
+        0 => Some(own),
+        _ => {
+            drop(own);
+            None
+        }
+    };
+    let _ = ranks.gather_numbers(&[]);
+    drop(of_run);
     let _ = ranks.gather_numbers(&[]);
     if !speaks {
         let _ = ranks.gather_numbers(&[]);
@@ -173,10 +181,9 @@ impl Beginning {
             let what = format!("the model has {here} files of weights here and {there} on rank 0");
             return Some(other_files(what, SAME_MODEL));
         }
-        for (here, there) in self.model.iter().zip(&first.model) {
-            if let Some(why) = here.differs_from(there) {
-                return Some(other_files(format!("the model's {} {why}", here.name), SAME_MODEL));
-            }
+        let pairs: Vec<_> = self.model.iter().zip(&first.model).collect();
+        if let Some((file, why)) = FileIdentity::first_other(&pairs) {
+            return Some(other_files(format!("the model's {} {why}", file.name), SAME_MODEL));
         }
         let path = checkpoint.map(|checkpoint| checkpoint.path.display().to_string()).unwrap_or_default();
         // How much of a file is read depends on all of them.
@@ -188,9 +195,9 @@ impl Beginning {
         let here = |name: &str| self.checkpoint.iter().find(|here| here.name == name);
         let missing = first.checkpoint.iter().find(|there| here(&there.name).is_none());
         let missing = missing.map(|there| (there, "is not there".to_owned()));
-        let pairs = || first.checkpoint.iter().filter_map(|there| Some((there, here(&there.name)?)));
-        let other = || pairs().find_map(|(there, here)| Some((there, here.differs_from(there)?)));
-        let (file, why) = missing.or_else(other)?;
+        let pairs = first.checkpoint.iter().filter_map(|there| Some((here(&there.name)?, there)));
+        let pairs: Vec<_> = pairs.collect();
+        let (file, why) = missing.or_else(|| FileIdentity::first_other(&pairs))?;
         Some(other_files(format!("{path}: {} {why}", file.name), SAME_CHECKPOINT))
     }
 }

@@ -69,6 +69,16 @@ impl FileIdentity {
         Ok(FileIdentity { name, bytes, hash })
     }
 
+    /// The first of some files, each with that of rank 0, that is another one, and why. How much of a file is read depends on the
+    /// lengths of all: only where these are alike do hashes say anything.
+    pub(crate) fn first_other<'f>(
+        pairs: &[(&'f FileIdentity, &FileIdentity)],
+    ) -> Option<(&'f FileIdentity, String)> {
+        let by_length = pairs.iter().find(|(here, there)| here.bytes != there.bytes);
+        let other = by_length.or_else(|| pairs.iter().find(|(here, there)| here.hash != there.hash));
+        other.and_then(|(here, there)| Some((*here, here.differs_from(there)?)))
+    }
+
     /// Why this file is another one than `there`, in words; `None` where it is the same.
     pub(crate) fn differs_from(&self, there: &FileIdentity) -> Option<String> {
         if self.bytes != there.bytes {

@@ -190,7 +190,8 @@ impl Prepared {
             None => None,
         };
         drop(encoder);
-        if let Some((checkpoint, state)) = &resumed
+        // What another rank has otherwise is compared with what the first one has.
+        if let Some((checkpoint, state)) = resumed.as_ref().filter(|_| kept.is_none())
             && state.data != train.identity()
         {
             let reason = "the training data, the tokenizer or the way they are cut has changed since it was written; restore them or start a new run from its model".to_owned();

@@ -19,7 +19,8 @@ pub fn run(args: &DoctorArgs) -> Result<(), Failure> {
     if let Some(path) = &args.log {
         return log::run(args, path);
     }
-    if has_others() {
+    // A program without MPI sees its own machine alone, however it was started.
+    if has_others() && cfg!(feature = "mpi") && !args.measure {
         return on_each(Stopping::AtOnce, None, |communicator| ranks::run(args, communicator));
     }
     let engine = Engine::start_measuring(None, args.measure)?;

@@ -35,9 +35,6 @@ use crate::speeds::PlanSpeeds;
 use describe::{describe, whole_run};
 
 pub fn run(args: &PlanArgs) -> Result<(), Failure> {
-    if !crate::ranks::is_first() {
-        return Ok(());
-    }
     if args.inference.inference {
         return inference::run(args);
     }

@@ -29,9 +29,6 @@ struct Told {
 
 /// One rank: the first one shows what all tell it.
 pub fn run(args: &DoctorArgs, communicator: &dyn Communicator) -> Result<(), Failure> {
-    if args.measure {
-        return Err(Failure::usage("--measure is for one machine at a time: start it without a launcher"));
-    }
     let cpu = Hardware::detect().cpu;
     let own = Told {
         rank: communicator.rank(),
