@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, Parser, Subcommand};
 use plimsoll_memory::ByteSize;
-use plimsoll_plan::{ExportFormat, Sought};
+use plimsoll_plan::{ExportFormat, MOST_DOLLARS, Sought};
 
 use crate::card::DeviceArgs;
 
@@ -317,9 +317,6 @@ fn tokens_of_a_run(text: &str) -> Result<u64, String> {
     let tokens = number * unit;
     if tokens.is_finite() && (1.0..=1e18).contains(&tokens) { Ok(tokens as u64) } else { Err(wrong()) }
 }
-
-/// No device costs more dollars an hour.
-const MOST_DOLLARS: f64 = 1e9;
 
 /// A price.
 fn dollars(text: &str) -> Result<f64, String> {

@@ -281,16 +281,13 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
         mpirun.stdout(Stdio::piped());
     }
     let mut child = mpirun.process_group(0).spawn()?;
-    // Nobody reads what is said any more, and it was all that they were started for.
     let unheard = Arc::new(AtomicBool::new(false));
     let said = child.stdout.take().map(|said| {
-        let (goes_on, unheard) = (stopping == Stopping::Saving, Arc::clone(&unheard));
-        std::thread::spawn(move || {
-            let passed = pass_on(said, std::io::stdout(), goes_on);
-            unheard.store(matches!(passed, Ok(Passed::Unheard)), Ordering::SeqCst);
-            passed
-        })
+        let unheard = Arc::clone(&unheard);
+        std::thread::spawn(move || pass_on(said, std::io::stdout(), &unheard))
     });
+    // A run leaves a model where nobody reads what it says; others have nothing else to leave.
+    let is_in_vain = || stopping != Stopping::Saving && unheard.load(Ordering::SeqCst);
     if let Some(mut lines) = child.stdin.take() {
         // It ends with the input, or with this process.
         std::thread::spawn(move || std::io::copy(&mut std::io::stdin().lock(), &mut lines));
@@ -313,7 +310,7 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     });
     let mut told = Instant::now();
     let remind = || {
-        if unheard.load(Ordering::SeqCst)
+        if is_in_vain()
             && !ended.swap(true, Ordering::SeqCst)
             && let Some(launcher) = launcher
         {
@@ -352,7 +349,7 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     let stopped = stopped.map(|by_signal| Stopped { by_signal, were_ended, ends });
     let code = match status? {
         Some(status) => match (exit_code(status), passed) {
-            (_, Some(Ok(Passed::Unheard))) => 0,
+            _ if is_in_vain() => 0,
             (0, Some(Err(error))) => {
                 errln!("error: could not write to standard output: {error}");
                 crate::failure::OTHER
@@ -369,23 +366,13 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
     Ok(stopped.map_or(code, |stopped| stopped.exit_code(code)))
 }
 
-/// What came of what ranks said.
-#[cfg(unix)]
-#[derive(Debug, PartialEq)]
-enum Passed {
-    /// It was read to its end.
-    All,
-    /// Nobody read it any more.
-    Unheard,
-}
-
-/// Writes what is read, each piece at once. Where whoever read has seen enough, a run that `goes_on` is read to its end all the same, as
-/// a process does that trains alone; others are left.
+/// Writes what is read, each piece at once, to its end. Where whoever read has seen enough that is `unheard`, and the rest is read all the
+/// same: mpirun would end with words of its own.
 ///
 /// # Errors
 /// It could not be written, for another reason than that nobody reads it.
 #[cfg(unix)]
-fn pass_on(mut from: impl Read, mut to: impl Write, goes_on: bool) -> std::io::Result<Passed> {
+fn pass_on(mut from: impl Read, mut to: impl Write, unheard: &AtomicBool) -> std::io::Result<()> {
     let mut piece = vec![0; 1 << 16];
     let mut written = Ok(());
     loop {
@@ -396,15 +383,11 @@ fn pass_on(mut from: impl Read, mut to: impl Write, goes_on: bool) -> std::io::R
         let Some(piece) = piece.get(..length).filter(|piece| !piece.is_empty()) else { break };
         if written.is_ok() {
             written = to.write_all(piece).and_then(|()| to.flush());
-            if !goes_on && written.as_ref().is_err_and(|error| error.kind() == ErrorKind::BrokenPipe) {
-                return Ok(Passed::Unheard);
-            }
+            let is_left = written.as_ref().is_err_and(|error| error.kind() == ErrorKind::BrokenPipe);
+            unheard.store(is_left, Ordering::SeqCst);
         }
     }
-    written.map(|()| Passed::All).or_else(|error| match error.kind() {
-        ErrorKind::BrokenPipe => Ok(Passed::All),
-        _ => Err(error),
-    })
+    if unheard.load(Ordering::SeqCst) { Ok(()) } else { written }
 }
 
 /// Waits until mpirun has ended, and does something meanwhile. Open MPI may hang where a rank was killed while it joined the others: mpirun
@@ -675,14 +658,14 @@ mod tests {
     fn what_ranks_say_is_read_to_its_end_whoever_reads_it() {
         for (reason, is_wrong) in [(ErrorKind::BrokenPipe, false), (ErrorKind::StorageFull, true)] {
             let (mut said, mut to) = (&[b'x'; 1 << 18][..], Refusing(0, reason));
-            assert_eq!(pass_on(&mut said, &mut to, true).is_err(), is_wrong, "{reason}");
+            let unheard = AtomicBool::new(false);
+            assert_eq!(pass_on(&mut said, &mut to, &unheard).is_err(), is_wrong, "{reason}");
+            assert_eq!(unheard.into_inner(), !is_wrong, "{reason}");
             assert_eq!((said.len(), to.0), (0, 2), "{reason}");
         }
-        let (mut said, mut to) = (&[b'x'; 1 << 18][..], Refusing(0, ErrorKind::BrokenPipe));
-        assert_eq!(pass_on(&mut said, &mut to, false).unwrap(), Passed::Unheard);
-        assert!(!said.is_empty(), "what answers is left");
-        let mut all = Vec::new();
-        assert_eq!(pass_on(&b"a line\nand more"[..], &mut all, false).unwrap(), Passed::All);
+        let (mut all, unheard) = (Vec::new(), AtomicBool::new(false));
+        pass_on(&b"a line\nand more"[..], &mut all, &unheard).unwrap();
+        assert!(!unheard.into_inner());
         assert_eq!(all, b"a line\nand more");
     }
 }

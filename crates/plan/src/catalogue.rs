@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use plimsoll_memory::ByteSize;
 
-pub use device::{DeviceModel, MeasuredCpu, Price, Reached};
+pub use device::{DeviceModel, MOST_DOLLARS, MeasuredCpu, Price, Reached};
 pub use target::{Spill, Target};
 
 use file::Content;

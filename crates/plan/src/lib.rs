@@ -52,7 +52,9 @@ mod zero_table;
 pub use advice::{Alternative, Extent, LeastNeed, MemoryAndDisk, Refusal};
 pub use axes::{byte_ticks, nice_step};
 pub use breakdown::{ActivationMemory, MemoryBreakdown, Optimization};
-pub use catalogue::{Catalogue, CatalogueError, DeviceModel, MeasuredCpu, Price, Reached, Spill, Target};
+pub use catalogue::{
+    Catalogue, CatalogueError, DeviceModel, MOST_DOLLARS, MeasuredCpu, Price, Reached, Spill, Target,
+};
 pub use colours::{COLOURS, Colour, OTHER_COLOUR, colour_of};
 pub use cost::RunCost;
 pub use divide::Division;

@@ -227,7 +227,7 @@ impl DeviceModel {
 }
 
 /// No device costs more dollars an hour.
-const MOST_DOLLARS: f64 = 1e9;
+pub const MOST_DOLLARS: f64 = 1e9;
 
 impl Price {
     /// What cannot be, in words.
