@@ -308,12 +308,13 @@ fn run(mut mpirun: Command, stopping: Stopping) -> std::io::Result<u8> {
             }
         }
     });
-    let mut told = Instant::now();
+    let (mut told, mut is_left) = (Instant::now(), false);
     let remind = || {
         if is_in_vain()
-            && !ended.swap(true, Ordering::SeqCst)
+            && !is_left
             && let Some(launcher) = launcher
         {
+            is_left = true;
             let _ = kill_process(launcher, Signal::TERM);
         }
         let is_asked = stopping == Stopping::Saving && first.load(Ordering::SeqCst) != 0;

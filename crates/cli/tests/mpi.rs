@@ -416,6 +416,27 @@ mod over_mpi {
         assert_eq!((&report["finished"], &report["steps"]), (&true.into(), &200.into()));
     }
 
+    /// Answers that nobody reads are not computed: mpirun is ended, and nothing is wrong with that.
+    #[test]
+    fn ranks_whose_answers_nobody_reads_end() {
+        let folder = folder();
+        let folder = folder.path();
+        ok(folder, "out", &["--set", "training.steps=1"]);
+        std::fs::write(folder.join("prompts.txt"), "a\n".repeat(2000)).unwrap();
+        let mut answers = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
+        let more = ["--max-tokens", "30", "--parallel", "1", "--threads", "1", "--ranks", "2"];
+        answers
+            .args(["generate", "--model", "out", "--prompts", "prompts.txt"])
+            .args(more)
+            .current_dir(folder);
+        let mut answers = answers.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(answers.stdout.take());
+        let ended = answers.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.success(), "{said}");
+        assert!(!said.contains("2000 answers"), "all were computed: {said}");
+    }
+
     /// The first rank reads the lines, and the others compute with it.
     #[test]
     fn a_chat_over_ranks_is_the_chat_of_one() {
