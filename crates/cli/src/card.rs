@@ -176,7 +176,7 @@ fn link(ranks: &dyn Communicator, card: &Arc<OpenCard>) -> Result<bool, Failure>
         ))
     };
     let id = if ranks.rank() == 0 { nccl.unique_id().map_err(failed)?.to_bytes() } else { Vec::new() };
-    let id = ranks.broadcast(id).map_err(|error| Failure::other(error.to_string()))?;
+    let id = ranks.broadcast(id)?;
     let id = UniqueId::of_bytes(&id).ok_or_else(|| Failure::other("NCCL's id did not arrive"))?;
     let link = CardLink::join(&nccl, card, id, (ranks.rank(), ranks.size()), &mut || ()).map_err(failed)?;
     ranks.link_cards(Arc::new(link));

@@ -11,6 +11,7 @@ use plimsoll_hub::HubError;
 use plimsoll_model::chat_template::ChatTemplateError;
 use plimsoll_model::tokenizer::TokenizerError;
 use plimsoll_model::{AdapterError, ModelError, SaveError};
+use plimsoll_parallel::CommunicationError;
 use plimsoll_plan::config::ConfigError;
 use plimsoll_plan::{CatalogueError, ExportError, GenerationPlanError, OriginError, TimelineError};
 use plimsoll_stacks::AnswerError;
@@ -79,39 +80,59 @@ impl fmt::Display for Failure {
     }
 }
 
+/// The exit code of each error, by itself or by what it is.
 macro_rules! failure_from {
     ($($error:ty => $code:expr),* $(,)?) => {
         $(impl From<$error> for Failure {
             fn from(error: $error) -> Failure {
-                Failure { message: error.to_string(), exit_code: $code }
+                let code: fn(&$error) -> u8 = $code;
+                Failure { exit_code: code(&error), message: error.to_string() }
             }
         })*
     };
 }
 
 failure_from! {
-    ConfigError => USAGE,
-    OriginError => USAGE,
-    TimelineError => USAGE,
-    CatalogueError => USAGE,
-    ExportError => USAGE,
-    SamplerError => USAGE,
-    ModelError => OTHER,
-    TokenizerError => OTHER,
-    SaveError => OTHER,
-    serde_json::Error => OTHER,
-    std::io::Error => OTHER,
-}
-
-impl From<ChatTemplateError> for Failure {
-    fn from(error: ChatTemplateError) -> Failure {
-        let exit_code = match error {
-            // Such a template is of no use whatever the messages are.
-            ChatTemplateError::Syntax { .. } => USAGE,
-            _ => OTHER,
-        };
-        Failure { message: error.to_string(), exit_code }
-    }
+    ConfigError => |_| USAGE,
+    OriginError => |_| USAGE,
+    TimelineError => |_| USAGE,
+    CatalogueError => |_| USAGE,
+    ExportError => |_| USAGE,
+    SamplerError => |_| USAGE,
+    ModelError => |_| OTHER,
+    TokenizerError => |_| OTHER,
+    SaveError => |_| OTHER,
+    CommunicationError => |_| OTHER,
+    serde_json::Error => |_| OTHER,
+    std::io::Error => |_| OTHER,
+    ChatTemplateError => |error| match error {
+        // Such a template is of no use whatever the messages are.
+        ChatTemplateError::Syntax { .. } => USAGE,
+        _ => OTHER,
+    },
+    AnswerError => |error| match error {
+        AnswerError::Request(_) => USAGE,
+        AnswerError::Estimate(_) => OTHER,
+    },
+    DeviceError => |error| match error {
+        DeviceError::OutOfMemory(_)
+        | DeviceError::Reservation(_)
+        | DeviceError::Cuda(CudaError::OutOfMemory { .. }) => DOES_NOT_FIT,
+        _ => OTHER,
+    },
+    DiskError => |error| match error {
+        DiskError::OverBudget { .. } | DiskError::Reservation(_) => DOES_NOT_FIT,
+        DiskError::NoSpill { .. } => USAGE,
+        _ => OTHER,
+    },
+    HubError => |error| match error {
+        HubError::Setting { .. }
+        | HubError::NoSuchModel { .. }
+        | HubError::NoSuchRevision { .. }
+        | HubError::NoSuchFile { .. }
+        | HubError::SeveralGguf { .. } => USAGE,
+        _ => OTHER,
+    },
 }
 
 impl From<DataError> for Failure {
@@ -120,53 +141,6 @@ impl From<DataError> for Failure {
             DataError::ChatTemplate(error) => error.into(),
             error => Failure::other(error.to_string()),
         }
-    }
-}
-
-impl From<AnswerError> for Failure {
-    fn from(error: AnswerError) -> Failure {
-        let exit_code = match error {
-            AnswerError::Request(_) => USAGE,
-            AnswerError::Estimate(_) => OTHER,
-        };
-        Failure { message: error.to_string(), exit_code }
-    }
-}
-
-impl From<DeviceError> for Failure {
-    fn from(error: DeviceError) -> Failure {
-        let exit_code = match error {
-            DeviceError::OutOfMemory(_)
-            | DeviceError::Reservation(_)
-            | DeviceError::Cuda(CudaError::OutOfMemory { .. }) => DOES_NOT_FIT,
-            _ => OTHER,
-        };
-        Failure { message: error.to_string(), exit_code }
-    }
-}
-
-impl From<DiskError> for Failure {
-    fn from(error: DiskError) -> Failure {
-        let exit_code = match error {
-            DiskError::OverBudget { .. } | DiskError::Reservation(_) => DOES_NOT_FIT,
-            DiskError::NoSpill { .. } => USAGE,
-            _ => OTHER,
-        };
-        Failure { message: error.to_string(), exit_code }
-    }
-}
-
-impl From<HubError> for Failure {
-    fn from(error: HubError) -> Failure {
-        let exit_code = match error {
-            HubError::Setting { .. }
-            | HubError::NoSuchModel { .. }
-            | HubError::NoSuchRevision { .. }
-            | HubError::NoSuchFile { .. }
-            | HubError::SeveralGguf { .. } => USAGE,
-            _ => OTHER,
-        };
-        Failure { message: error.to_string(), exit_code }
     }
 }
 

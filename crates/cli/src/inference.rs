@@ -8,7 +8,9 @@ use plimsoll_memory::{ByteSize, release_free_heap};
 use plimsoll_model::tokenizer::Tokenizer;
 use plimsoll_model::{ModelSpec, Parameter};
 use plimsoll_parallel::{Collectives, Communicator};
-use plimsoll_plan::{GenerationPlan, GenerationPlanError, GenerationRequest, streaming_overhead_bytes};
+use plimsoll_plan::{
+    CACHES, GenerationPlan, GenerationPlanError, GenerationRequest, streaming_overhead_bytes,
+};
 use plimsoll_step::{DecodeSettings, Decoder};
 
 use crate::args::{DiskArgs, InferenceArgs};
@@ -19,9 +21,6 @@ use crate::ranks::everybody;
 use crate::session::{Engine, cache_type};
 use crate::streaming::{self, Streaming};
 use crate::weights::Weights;
-
-/// Types of a cache, from the widest to the narrowest.
-const CACHES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::Q8_0, DType::Q4_1];
 
 /// A model's files and how it is to be computed.
 pub struct Inference<'a> {
@@ -168,7 +167,7 @@ impl<'a> Inference<'a> {
             let place = CACHES.iter().position(|known| *known == cache).unwrap_or(0);
             let pages = pages.unwrap_or(0) as f64;
             let own = [context as f64, prompt_chunk_tokens as f64, -(place as f64), sequences as f64, pages];
-            let all = ranks.gather_numbers(&own).map_err(|error| Failure::other(error.to_string()))?;
+            let all = ranks.gather_numbers(&own)?;
             if all.iter().all(|other| other[..] == own) {
                 return Ok(planned);
             }

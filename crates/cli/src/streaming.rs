@@ -1,10 +1,9 @@
 //! Weights and caches that do not fit in memory: opens the disk for them, says so, and reports what was read.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use plimsoll_device::Device;
-use plimsoll_disk::{IoMeter, LowerTiers, SpillSettings, default_folder, is_in_memory};
+use plimsoll_disk::{IoMeter, LowerTiers, MadeFolders, SpillSettings, default_folder, is_in_memory};
 use plimsoll_memory::{ByteSize, Tag};
 use plimsoll_plan::DryRun;
 use plimsoll_plan::hardware::disk_space;
@@ -24,27 +23,8 @@ pub struct Streaming {
     spilled_bytes: u64,
     /// Bytes of a key-value cache on disk.
     cache_bytes: Option<u64>,
-    /// Until the end of what is streamed.
+    /// The folder of files without a name, until the end of what is streamed.
     _made: Option<MadeFolders>,
-}
-
-/// Folders that are made for files without a name: at its end the program takes those away again that are empty.
-struct MadeFolders(Vec<PathBuf>);
-
-impl MadeFolders {
-    /// Those that are not there yet of a folder and what it lies in, the innermost first.
-    fn missing(folder: &Path) -> MadeFolders {
-        let named = folder.ancestors().take_while(|part| !part.as_os_str().is_empty());
-        let is_missing = |part: &&Path| matches!(part.try_exists(), Ok(false));
-        MadeFolders(named.take_while(is_missing).map(Path::to_owned).collect())
-    }
-}
-
-impl Drop for MadeFolders {
-    fn drop(&mut self) {
-        // The system removes no folder that has something in it, and then neither what that lies in.
-        let _ = self.0.iter().try_for_each(std::fs::remove_dir);
-    }
 }
 
 /// Opens the disk for what a plan leaves there, and says what that is and why. Where everything is in memory there is
@@ -166,25 +146,4 @@ pub fn report_experts(traffic: ExpertTraffic) {
         100.0 * read as f64 / used.max(1) as f64,
         ByteSize(bytes)
     );
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn folders_that_were_made_go_unless_something_is_in_them() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| folder.path().join(name);
-        std::fs::create_dir(at("own")).unwrap();
-        for (inner, file) in [("own", None), ("new/below", None), ("other/below", Some("other/file"))] {
-            let made = MadeFolders::missing(&at(inner));
-            std::fs::create_dir_all(at(inner)).unwrap();
-            file.iter().for_each(|file| std::fs::write(at(file), "").unwrap());
-            drop(made);
-        }
-        assert!(at("own").is_dir(), "it was there before");
-        assert!(!at("new").exists());
-        assert!(at("other/file").exists() && !at("other/below").exists());
-    }
 }

@@ -32,7 +32,7 @@ impl Conditions {
         let vmstat = read("/proc/vmstat");
         let on_machine = field(&vmstat, "oom_kill").and_then(|text| text.parse().ok()).unwrap_or(0);
         Conditions {
-            host: read("/proc/sys/kernel/hostname").trim().to_owned(),
+            host: files.host().unwrap_or_default(),
             boot: read("/proc/sys/kernel/random/boot_id").trim().to_owned(),
             is_alive: process(files, pid).is_some(),
             oom_kills: [found.as_ref().map_or(0, |group| group.oom_kills), on_machine],

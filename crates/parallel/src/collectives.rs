@@ -36,6 +36,15 @@ pub trait Collectives: Communicator {
         Ok(received)
     }
 
+    /// Waits until all ranks have come here.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    fn barrier(&self) -> Result<(), CommunicationError> {
+        // Each hears from every other one.
+        self.gather_numbers(&[]).map(drop)
+    }
+
     /// What every rank has, on the first one; nothing on the others.
     ///
     /// # Errors

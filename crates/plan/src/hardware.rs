@@ -15,7 +15,7 @@ mod process;
 pub use cgroup::{CgroupVersion, ContainerLimit, container_of, memory_group_of};
 pub use cpu::Cpu;
 pub use disk::{DiskSpace, disk_space, on_one_disk};
-pub use files::{SystemFiles, core_list, field, kilobytes};
+pub use files::{SystemFiles, core_list, field, host, kilobytes};
 pub use memory::Memory;
 pub use process::{ProcessMemory, process_memory};
 

@@ -22,7 +22,7 @@ use crate::training_plan::{Machine, tags_json};
 pub use changes::InferenceChange;
 
 /// Types of a cache, from the widest to the narrowest.
-const CACHES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::Q8_0, DType::Q4_1];
+pub const CACHES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::Q8_0, DType::Q4_1];
 
 /// What is to be run, and where.
 #[derive(Clone, Copy)]
@@ -108,8 +108,9 @@ impl InferenceQuestion<'_> {
     /// # Errors
     /// The model cannot be run so.
     pub fn plan(&self) -> Result<InferencePlan, StepError> {
-        let plan = self.settled()?.answer()?;
-        let changes = changes::of(self, &plan)?;
+        let settled = self.settled()?;
+        let plan = settled.answer()?;
+        let changes = changes::of(self, &settled, &plan)?;
         Ok(InferencePlan { changes, ..plan })
     }
 

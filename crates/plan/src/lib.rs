@@ -67,7 +67,7 @@ pub use generation::{
     Apart, Below, CacheContext, DoesNotFit, GenerationPlan, GenerationPlanError, GenerationRequest,
     cache_name,
 };
-pub use inference::{InferenceChange, InferencePlan, InferenceQuestion, InferenceStage, LayerPlaces};
+pub use inference::{CACHES, InferenceChange, InferencePlan, InferenceQuestion, InferenceStage, LayerPlaces};
 pub use limits::{Limits, PipelineBytes};
 pub use load_line::{ADDRESS_SPACE_BESIDE, LimitedBy, LoadLine, ProcessLimits};
 pub use measured::{DiskName, MachineName, Measured, RatesFile};

@@ -112,11 +112,11 @@ pub(crate) fn part(ranks: &dyn Communicator, error: &TrainError, own: OutputFold
             None
         }
     };
-    let _ = ranks.gather_numbers(&[]);
+    let _ = ranks.barrier();
     drop(of_run);
-    let _ = ranks.gather_numbers(&[]);
+    let _ = ranks.barrier();
     if !speaks {
-        let _ = ranks.gather_numbers(&[]);
+        let _ = ranks.barrier();
     }
 }
 

@@ -7,6 +7,9 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
+use plimsoll_disk::MadeFolders;
+use plimsoll_plan::hardware::host;
+
 use crate::checkpoint::{Checkpoint, TrainerState, put_back};
 use crate::{Report, TrainError};
 
@@ -21,10 +24,10 @@ const TRIES: u32 = 100;
 #[derive(Debug)]
 pub struct OutputFolder {
     path: PathBuf,
+    /// The folders that were made for it. They go before the lock does.
+    _made: MadeFolders,
     /// The locked file; `None` where the file system has no locks.
     lock: Option<File>,
-    /// The folders that were made for it, the innermost first.
-    made: Vec<PathBuf>,
     /// Whether it is removed with all that is in it.
     passes: bool,
 }
@@ -35,9 +38,8 @@ impl OutputFolder {
     /// # Errors
     /// [`TrainError::FolderTaken`] with the process that has it; [`TrainError::Io`] where it cannot be made or written to.
     pub fn take(path: &Path) -> Result<OutputFolder, TrainError> {
-        let missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
-        let made = path.ancestors().take_while(missing).map(Path::to_owned).collect();
-        let mut folder = OutputFolder { path: path.to_owned(), lock: None, made, passes: false };
+        let _made = MadeFolders::missing(path);
+        let mut folder = OutputFolder { path: path.to_owned(), _made, lock: None, passes: false };
         for _ in 0..TRIES {
             std::fs::create_dir_all(path).map_err(|e| match e.kind() {
                 io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
@@ -148,13 +150,6 @@ impl Drop for OutputFolder {
             // Removed while it is locked: whoever waits for it sees that it is gone, and makes another.
             let _ = std::fs::remove_file(self.path.join(LOCK));
         }
-        for folder in &self.made {
-            // A folder that holds anything stays; one that passes is gone already.
-            match std::fs::remove_dir(folder) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => break,
-                _ => {}
-            }
-        }
     }
 }
 
@@ -201,12 +196,6 @@ fn described(owner: &str) -> String {
     };
     let elsewhere = words.next().filter(|name| host().as_deref() != Some(*name));
     elsewhere.map_or(format!("process {process}"), |name| format!("process {process} on {name}"))
-}
-
-/// The name of this machine, where the system shows it: a folder may be shared with others.
-pub(crate) fn host() -> Option<String> {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-    Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
 /// Whether a path still leads to this file.
@@ -310,7 +299,8 @@ mod tests {
     #[test]
     fn a_folder_that_has_just_gone_is_made_again_and_one_that_cannot_be_is_an_error() {
         let root = tempfile::tempdir().unwrap();
-        let folder = |path: PathBuf| OutputFolder { path, lock: None, made: Vec::new(), passes: false };
+        let folder =
+            |path: PathBuf| OutputFolder { path, _made: MadeFolders::default(), lock: None, passes: false };
         assert!(matches!(folder(root.path().join("gone")).try_lock(), Ok(Attempt::Gone)));
         std::fs::write(root.path().join("file"), "").unwrap();
         let error = folder(root.path().join("file")).try_lock().err().unwrap();

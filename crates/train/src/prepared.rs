@@ -96,14 +96,14 @@ impl Prepared {
                 let path =
                     resumed.as_ref().map(|(checkpoint, _)| checkpoint.path.as_os_str().as_encoded_bytes());
                 ranks.broadcast(path.unwrap_or_default().to_vec())?;
-                ranks.gather_numbers(&[])?;
+                ranks.barrier()?;
                 (folder, resumed)
             }
             rank => {
                 let path = ranks.broadcast(Vec::new())?;
                 // On another machine the first rank does not see them. Nobody makes a folder before all have looked.
                 OutputFolder::sweep_passing(&output, OF_RANK);
-                ranks.gather_numbers(&[])?;
+                ranks.barrier()?;
                 let folder = OutputFolder::passing(&output.join(format!("{OF_RANK}{rank}")))?;
                 let path = PathBuf::from(String::from_utf8_lossy(&path).into_owned());
                 // This machine may have the run's folder elsewhere.

@@ -11,6 +11,7 @@ use plimsoll_disk::IoMeter;
 use plimsoll_monitor::{Health, History, Status, Thresholds};
 use plimsoll_parallel::{Collectives, Communicator};
 use plimsoll_plan::TrainingPlan;
+use plimsoll_plan::hardware::host;
 use plimsoll_step::{MicroBatch, StepError, StepOutcome, Trainer};
 
 use crate::checkpoint::{Checkpoint, TrainerState, tidy};
@@ -19,7 +20,6 @@ use crate::flight::Flight;
 use crate::metrics::{
     ExpertLoad, ExpertReads, MemoryHealth, MemoryMetrics, MetricsFormats, MetricsLog, StepMetrics,
 };
-use crate::output_folder::host;
 use crate::pressure::RungChange;
 use crate::relief::Relief;
 use crate::report::{Io, Measured, Planned, RankReport, Report, median};

@@ -223,7 +223,7 @@ fn whole_windows(task: &Task<'_>, engine: &Engine, windows: &EvalWindows) -> Res
         bar.inc(together as u64);
     }
     bar.finish_and_clear();
-    let loss = task.ranks.sum(loss).map_err(|error| Failure::other(error.to_string()))?;
+    let loss = task.ranks.sum(loss)?;
     Ok(Evaluated { loss, targets: targets as f64, streaming, planned: passes.planned })
 }
 

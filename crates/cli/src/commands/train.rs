@@ -10,7 +10,7 @@ use plimsoll_plan::config::{RawConfig, Started};
 use plimsoll_plan::{ProcessLimits, TrainingPlan};
 use plimsoll_report::count;
 use plimsoll_train::{
-    CONFIG_FILE, Checkpoint, MemoryReading, Observer, Prepared, Report, Resumption, Surroundings, TrainError,
+    CONFIG_FILE, Checkpoint, MemoryReading, Observer, Prepared, Report, Resumption, Surroundings,
     TrainingOutcome,
 };
 use plimsoll_watch::{Live, PlanView};
@@ -72,7 +72,7 @@ fn is_finished(
     folder: &Path,
     and: &str,
 ) -> Result<bool, Failure> {
-    let is_finished = ranks.any(report.is_some()).map_err(TrainError::from)?;
+    let is_finished = ranks.any(report.is_some())?;
     match report {
         Some(report) if args.json => outln!("{}", serde_json::to_string_pretty(&report)?)?,
         Some(_) => outln!("the run in {} is finished: nothing is left to do{and}", folder.display())?,
@@ -133,7 +133,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         (Some(plan), true) => plan,
         (decided, _) => {
             let yaml = decided.as_ref().map(|plan| plan.config.to_yaml()).transpose()?;
-            let yaml = ranks.broadcast(yaml.unwrap_or_default().into_bytes()).map_err(TrainError::from)?;
+            let yaml = ranks.broadcast(yaml.unwrap_or_default().into_bytes())?;
             match decided {
                 Some(plan) => plan,
                 None => {
@@ -210,7 +210,7 @@ fn run_rank(args: &TrainArgs, ranks: &dyn Communicator) -> Result<(), Failure> {
         }
     }
     // Nobody begins before everybody has room.
-    ranks.gather_numbers(&[]).map_err(TrainError::from)?;
+    ranks.barrier()?;
     let output = plan.config.output.dir();
     let beside = plan.process_bytes() - plan.peak_bytes();
     let advice = (!plan.config.memory.silent_mode()).then(|| plan.alternatives.clone());

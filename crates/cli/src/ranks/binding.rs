@@ -61,7 +61,7 @@ pub fn note(
         Some(cores) => [cores.own as f64, cores.of_launcher as f64],
         None => [0.0, 0.0],
     };
-    let all = ranks.gather_numbers(&own).map_err(|error| Failure::other(error.to_string()))?;
+    let all = ranks.gather_numbers(&own)?;
     Ok(words(&all).filter(|_| ranks.rank() == 0))
 }
 

@@ -31,6 +31,12 @@ impl SystemFiles {
         Some(String::from_utf8_lossy(&bytes).into_owned())
     }
 
+    /// The name of the machine, where the system shows it.
+    pub fn host(&self) -> Option<String> {
+        let name = self.read(Path::new("/proc/sys/kernel/hostname"))?;
+        Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+    }
+
     /// The names in a folder, in no order; none if it cannot be read.
     pub fn names(&self, folder: &Path) -> Vec<String> {
         let folder = self.root.join(folder.strip_prefix("/").unwrap_or(folder));
@@ -53,6 +59,11 @@ pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
 pub fn kilobytes(text: &str, key: &str) -> Option<u64> {
     let number = field(text, key)?.strip_suffix("kB")?.trim();
     number.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// The name of this machine, where the system shows it.
+pub fn host() -> Option<String> {
+    SystemFiles::of_this_machine().host()
 }
 
 /// The cores in a list such as `0-3,8`; ranges beyond any machine are cut.

@@ -32,9 +32,11 @@ pub struct InferenceChange {
     pub all_on_device: bool,
 }
 
-/// What would fit where the plan does not; what would be on the device as a whole where the plan is not.
+/// What would fit where the plan does not; what would be on the device as a whole where the plan is not. The plan answers the question
+/// `settled`, whose cache is decided.
 pub(super) fn of(
     question: &InferenceQuestion<'_>,
+    settled: &InferenceQuestion<'_>,
     plan: &InferencePlan,
 ) -> Result<Vec<InferenceChange>, StepError> {
     let mut changes = Vec::new();
@@ -43,7 +45,7 @@ pub(super) fn of(
     }
     let is_enough = |other: &InferencePlan| other.fits() && (!plan.fits() || other.is_all_on_device());
     let mut add = |flag, value: String, other: InferenceQuestion<'_>| -> Result<bool, StepError> {
-        let found = other.settled()?.answer()?;
+        let found = other.answer()?;
         let enough = is_enough(&found);
         if enough {
             changes.push(InferenceChange {
@@ -57,13 +59,13 @@ pub(super) fn of(
         Ok(enough)
     };
     let may_do = |other: InferenceQuestion<'_>| {
-        other.settled()?.every_device(|request| match plan.fits() {
+        other.every_device(|request| match plan.fits() {
             true => request.fits_on_device(),
             false => request.fits(),
         })
     };
     for dtype in STORAGES {
-        let other = InferenceQuestion { quantize: dtype.into(), ..*question };
+        let other = InferenceQuestion { quantize: dtype.into(), ..*question }.settled()?;
         let narrower = other.weight_bytes() < question.weight_bytes();
         if narrower && may_do(other)? && add("--quantize", dtype.name().to_owned(), other)? {
             break;
@@ -76,14 +78,15 @@ pub(super) fn of(
             break;
         }
     }
-    let with = |sequences| InferenceQuestion { sequences, ..*question };
+    // However many sequences there are, they have the cache of one.
+    let with = |sequences| InferenceQuestion { sequences, ..*settled };
     if let Some(sequences) = largest(question.sequences.saturating_sub(1), |n| may_do(with(n)))? {
         add("--parallel", sequences.to_string(), with(sequences))?;
     }
-    let with = |steps: u64| InferenceQuestion { context: steps * CONTEXT_STEP, ..*question };
+    let with = |steps: u64| InferenceQuestion { context: steps * CONTEXT_STEP, ..*question }.settled();
     let most = question.context.saturating_sub(1) / CONTEXT_STEP;
-    if let Some(steps) = largest(most, |n| may_do(with(n)))? {
-        add("--context", (steps * CONTEXT_STEP).to_string(), with(steps))?;
+    if let Some(steps) = largest(most, |n| may_do(with(n)?))? {
+        add("--context", (steps * CONTEXT_STEP).to_string(), with(steps)?)?;
     }
     Ok(changes)
 }

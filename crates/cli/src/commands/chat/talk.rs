@@ -75,13 +75,18 @@ impl Talk<'_> {
         }
     }
 
+    /// The conversation, to be changed: until the next answer the cache may have what is no part of it any more.
+    fn edited(&mut self) -> &mut Conversation {
+        self.is_changed = true;
+        &mut self.conversation
+    }
+
     /// A message that is taken back where it cannot be answered.
     fn ask(&mut self, message: String) -> Result<Next, Failure> {
-        self.conversation.ask(message);
+        self.edited().ask(message);
         let answered = self.answer();
         if !matches!(answered, Ok(true)) {
-            self.conversation.undo();
-            self.is_changed = true;
+            self.edited().undo();
         }
         match answered? {
             true => {}
@@ -147,22 +152,17 @@ impl Talk<'_> {
             Command::Exit => return Ok(Next::End),
             Command::Help => self.help()?,
             Command::Reset => {
-                self.conversation.reset();
-                self.is_changed = true;
+                self.edited().reset();
                 console.note("all turns are forgotten")?;
             }
             Command::System(text) => {
                 let said =
                     if text.is_some() { "the system message is set" } else { "there is no system message" };
-                self.conversation.set_system(text);
-                self.is_changed = true;
+                self.edited().set_system(text);
                 console.note(said)?;
             }
-            Command::Undo => match self.conversation.undo() {
-                Some(turn) => {
-                    self.is_changed = true;
-                    console.note(&format!("taken back: {}", turn.user))?;
-                }
+            Command::Undo => match self.edited().undo() {
+                Some(turn) => console.note(&format!("taken back: {}", turn.user))?,
                 None => return Err(Failure::usage("there is no turn to take back")),
             },
             Command::Retry => self.retry()?,
@@ -172,8 +172,7 @@ impl Talk<'_> {
                 console.note(&format!("{messages} messages are in {}", path.display()))?;
             }
             Command::Load(path) => {
-                self.conversation = storage::load(&path).map_err(Failure::other)?;
-                self.is_changed = true;
+                *self.edited() = storage::load(&path).map_err(Failure::other)?;
                 let open = self.conversation.turns().last().is_some_and(|turn| turn.assistant.is_none());
                 let hint = if open { "; /retry answers the last one" } else { "" };
                 let messages = self.conversation.messages().len();
@@ -193,13 +192,12 @@ impl Talk<'_> {
     /// Answers the last turn again; the answer that was there stays where there is no new one.
     fn retry(&mut self) -> Result<(), Failure> {
         let before = self.conversation.clone();
-        if !self.conversation.take_back_answer() {
+        if !self.edited().take_back_answer() {
             return Err(Failure::usage("there is no message to answer again"));
         }
         let answered = self.answer();
         if !matches!(answered, Ok(true)) {
-            self.conversation = before;
-            self.is_changed = true;
+            *self.edited() = before;
         }
         match answered? {
             true => Ok(()),

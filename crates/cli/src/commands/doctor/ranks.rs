@@ -3,7 +3,7 @@
 use plimsoll_memory::ByteSize;
 use plimsoll_parallel::Communicator;
 use plimsoll_plan::ProcessLimits;
-use plimsoll_plan::hardware::Hardware;
+use plimsoll_plan::hardware::{Hardware, host};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -32,7 +32,7 @@ pub fn run(args: &DoctorArgs, communicator: &dyn Communicator) -> Result<(), Fai
     let cpu = Hardware::detect().cpu;
     let own = Told {
         rank: communicator.rank(),
-        host: ranks::host(),
+        host: host().unwrap_or_default(),
         cores: cpu.allowed_cores,
         cores_of_machine: cpu.logical_cores,
         free_bytes: ProcessLimits::detect().available,

@@ -81,8 +81,7 @@ impl Passes {
     ) -> Result<Passes, Failure> {
         let mut passes = Passes::plan_alone(task, engine, most, &run)?;
         loop {
-            let all = task.ranks.gather_numbers(&[passes.together as f64]);
-            let all = all.map_err(|error| Failure::other(error.to_string()))?;
+            let all = task.ranks.gather_numbers(&[passes.together as f64])?;
             let all = || all.iter().flatten().map(|together| *together as u64);
             let least = all().min().unwrap_or(passes.together);
             if all().all(|together| together == least) {

@@ -69,6 +69,6 @@ pub(super) fn measure(task: &Task<'_>, engine: &Engine, samples: &Dataset) -> Re
         bar.inc(count);
     }
     bar.finish_and_clear();
-    let loss = task.ranks.sum(loss).map_err(|error| Failure::other(error.to_string()))?;
+    let loss = task.ranks.sum(loss)?;
     Ok(Evaluated { loss, targets: weight, streaming, planned: passes.planned })
 }
